@@ -1,0 +1,3 @@
+from lightning_ep.cli import main
+
+raise SystemExit(main())
