@@ -1,0 +1,253 @@
+"""The `alltoall` dispatcher: variable-split all-to-all over any torch.distributed backend.
+
+A token is sent once per destination rank, not once per expert (top-8 of 128 experts over 8 ranks: 5.3 copies instead
+of 8), with its weights along; where the experts are, their weighted outputs are summed before one row goes back.
+
+    rank 0's send buffer   [ rows for rank 1 | rows for rank 2 | own rows ]
+    rank 0's receive buffer                                   [ own rows | rows of rank 1 | rows of rank 2 ]
+
+Both are views of one arena in which the own rows overlap, so what stays on the rank is never sent nor copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_ep.dispatch import permute
+from lightning_ep.dispatch.base import Dispatcher, Exchange, ExpertRows
+from lightning_ep.dispatch.permute import INVALID, ROWS, TOKENS, Wire
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Exchanges one layer's tokens within `group`.
+
+    Args:
+        num_experts: experts of the layer over all ranks (E), divisible by the group's size.
+        group: the EP group.
+        layer: number of the MoE layer, for ranges and messages.
+        dedup: send a token once per destination rank; off: once per expert, to compare.
+        fused: Triton kernels for the moves in memory (CUDA only).
+        after_dispatch_grad: called right after the gradient's way back was launched; computes delayed weight gradients.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: ProcessGroup,
+        layer: int,
+        dedup: bool = True,
+        fused: bool = False,
+        after_dispatch_grad: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.num_experts, self.group, self.layer = num_experts, group, layer
+        self.dedup, self.after_dispatch_grad = dedup, after_dispatch_grad
+        self.ep_size, self.ep_rank = dist.get_world_size(group), dist.get_rank(group)
+        self.moves = _moves(fused)
+        self._reader: torch.cuda.Stream | None = None
+
+    def route(self, experts_TK: Tensor) -> AllToAllExchange:
+        return AllToAllExchange(self, experts_TK)
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_splits: list[int] | None, in_splits: list[int] | None):
+        """Start an exchange of rows; the result has a `wait()`."""
+        return dist.all_to_all_single(out, inp, out_splits, in_splits, group=self.group, async_op=True)
+
+    def reader(self) -> torch.cuda.Stream:
+        """The stream on which counts travel to the host, so that the compute stream never waits for them."""
+        if self._reader is None:
+            self._reader = torch.cuda.Stream()
+        return self._reader
+
+
+def _moves(fused: bool) -> ModuleType:
+    if not fused:
+        return permute
+    from lightning_ep.dispatch import kernels
+
+    return kernels
+
+
+class AllToAllExchange(Exchange):
+    def __init__(self, dispatcher: AllToAllDispatcher, experts_TK: Tensor) -> None:
+        self.dispatcher = dispatcher
+        self.layer, self.after_dispatch_grad = dispatcher.layer, dispatcher.after_dispatch_grad
+        self.token_shape = experts_TK.shape
+        # Without dedup every (token, expert) pair is a token of its own that chose one expert.
+        self.experts_TK = experts_TK if dispatcher.dedup else experts_TK.reshape(-1, 1)
+        self.rank_TK, self.sent_WC = dispatcher.moves.plan_rows(
+            self.experts_TK, dispatcher.num_experts, dispatcher.ep_size
+        )
+        self._counts = _CountsOnTheirWay(dispatcher, self.sent_WC)
+
+    # -- dispatch: tokens to experts
+
+    def launch_dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> None:
+        self._read_counts()
+        self.wire = Wire(x_TD.shape[1], self.experts_TK.shape[1], x_TD.dtype)
+        moves, d = self.dispatcher.moves, self.dispatcher
+        self._arena = _Arena(self, self.wire.row_bytes, torch.uint8, x_TD.device)
+        send = self._arena.send
+        self.row_TK, first_TK = moves.resolve_rows(
+            self.experts_TK, weights_TK.reshape(self.experts_TK.shape), self.rank_TK, self.sent_WC,
+            d.ep_rank, d.num_experts, send, self.wire,
+        )  # fmt: skip
+        self.first_TK = first_TK.view(self.token_shape)
+        moves.scatter_rows(x_TD.detach(), self.first_TK, self.wire.tokens(send))
+        self._arena.launch_to_experts()
+        del self.experts_TK, self.rank_TK, self.sent_WC
+
+    def wait_dispatch(self) -> ExpertRows:
+        received = self._arena.wait_at_experts()
+        moves, wire = self.dispatcher.moves, self.wire
+        self.pos_RK, weights_P, offsets_L = moves.index_rows(
+            wire.experts(received), wire.weights(received), self.received_WC, self.num_pairs
+        )
+        rows_PD = received.new_empty(self.num_pairs * wire.hidden * wire.dtype.itemsize).view(wire.dtype)
+        rows_PD = moves.scatter_rows(wire.tokens(received), self.pos_RK, rows_PD.view(self.num_pairs, wire.hidden))
+        del self._arena, self.received_WC
+        return ExpertRows(rows_PD, weights_P, offsets_L, self.tokens_per_expert)
+
+    # -- combine: weighted outputs back to their tokens
+
+    def launch_combine(self, out_PD: Tensor) -> None:
+        self._arena = _Arena(self, out_PD.shape[1], out_PD.dtype, out_PD.device)
+        self.dispatcher.moves.gather_sum(out_PD.detach(), self.pos_RK, self._arena.receive)
+        self._arena.launch_to_tokens()
+
+    def wait_combine(self) -> Tensor:
+        sent = self._arena.wait_at_tokens()
+        out_TD = sent.new_empty(self.token_shape[0], sent.shape[1])
+        self.dispatcher.moves.gather_sum(sent, self.first_TK, out_TD)
+        del self._arena
+        return out_TD
+
+    # -- backward of combine
+
+    def launch_combine_grad(self, grad_TD: Tensor) -> None:
+        self._grad_arena = _Arena(self, grad_TD.shape[1], grad_TD.dtype, grad_TD.device)
+        self.dispatcher.moves.scatter_rows(grad_TD, self.first_TK, self._grad_arena.send)
+        self._grad_arena.launch_to_experts()
+
+    def wait_combine_grad(self) -> Tensor:
+        received = self._grad_arena.wait_at_experts()
+        grad_PD = received.new_empty(self.num_pairs, received.shape[1])
+        self.dispatcher.moves.scatter_rows(received, self.pos_RK, grad_PD)
+        del self._grad_arena
+        return grad_PD
+
+    # -- backward of dispatch
+
+    def launch_dispatch_grad(self, grad_PD: Tensor, grad_P: Tensor) -> None:
+        wire, moves = self.wire, self.dispatcher.moves
+        self._grad_arena = _Arena(self, wire.grad_row_bytes, torch.uint8, grad_PD.device)
+        rows = self._grad_arena.receive
+        moves.gather_sum(grad_PD, self.pos_RK, wire.tokens(rows))
+        moves.gather_slots(grad_P, self.pos_RK, wire.weights(rows))
+        self._grad_arena.launch_to_tokens()
+
+    def wait_dispatch_grad(self) -> tuple[Tensor, Tensor]:
+        wire, moves = self.wire, self.dispatcher.moves
+        sent = self._grad_arena.wait_at_tokens()
+        grad_TD = torch.empty(self.token_shape[0], wire.hidden, dtype=wire.dtype, device=sent.device)
+        moves.gather_sum(wire.tokens(sent), self.first_TK, grad_TD)
+        grad_TK = moves.read_slots(wire.weights(sent), self.row_TK).view(self.token_shape)
+        del self._grad_arena
+        return grad_TD, grad_TK
+
+    # -- sizes
+
+    def _read_counts(self) -> None:
+        """The one host read of an exchange: how many rows go where, and come from where."""
+        sent, received, self.received_WC = self._counts.read()
+        self.in_splits = [row[ROWS] for row in sent]
+        self.out_splits = [row[ROWS] for row in received]
+        me = self.dispatcher.ep_rank
+        self.num_own = self.in_splits[me]
+        self.in_splits[me] = self.out_splits[me] = 0
+        self.tokens_per_expert = [sum(column) for column in zip(*(row[TOKENS:] for row in received), strict=True)]
+        self.num_pairs = sum(self.tokens_per_expert)
+        invalid = {rank: row[INVALID] for rank, row in enumerate(received) if row[INVALID]}
+        del self._counts
+        if invalid:
+            raise RuntimeError(
+                f"MoE layer {self.layer}: expert ids outside [0, {self.dispatcher.num_experts}) came from the router "
+                f"of EP ranks {invalid} (rank: how many). A router that yields NaN or a top-k over the wrong axis does this."
+            )
+
+
+class _CountsOnTheirWay:
+    """Counts travel to the peers and to the host while the compute stream goes on."""
+
+    def __init__(self, dispatcher: AllToAllDispatcher, sent_WC: Tensor) -> None:
+        self.sent_WC, self.received_WC = sent_WC, torch.empty_like(sent_WC)
+        self.cuda = sent_WC.is_cuda
+        self.work = None
+        if dispatcher.ep_size > 1:
+            self.work = dispatcher.all_to_all(self.received_WC, sent_WC, None, None)
+        else:
+            self.received_WC = sent_WC
+        if self.cuda:
+            reader = dispatcher.reader()
+            reader.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(reader):
+                if self.work is not None:
+                    self.work.wait()
+                self.host = torch.empty((2, *sent_WC.shape), dtype=torch.int32, pin_memory=True)
+                self.host[0].copy_(sent_WC, non_blocking=True)
+                self.host[1].copy_(self.received_WC, non_blocking=True)
+                self.on_host = torch.cuda.Event()
+                self.on_host.record()
+
+    def read(self) -> tuple[list[list[int]], list[list[int]], Tensor]:
+        """Rows of counts sent and received on the host, and the received ones on the device."""
+        if self.cuda:
+            self.on_host.synchronize()
+            torch.cuda.current_stream().wait_event(self.on_host)
+            sent, received = self.host.tolist()
+            return sent, received, self.received_WC
+        if self.work is not None:
+            self.work.wait()
+        return self.sent_WC.tolist(), self.received_WC.tolist(), self.received_WC
+
+
+class _Arena:
+    """One buffer for both ends of an exchange: `[to other ranks | own rows | from other ranks]`.
+
+    `send` is its first part, own rows last; `receive` its last part, own rows first. Kept alive until waited for.
+    """
+
+    def __init__(self, exchange: AllToAllExchange, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.exchange = exchange
+        num_sent, num_received = sum(exchange.in_splits), sum(exchange.out_splits)
+        own = exchange.num_own
+        rows = torch.empty(num_sent + own + num_received, columns, dtype=dtype, device=device)
+        self.send, self.receive = rows[: num_sent + own], rows[num_sent:]
+        self._sent, self._received = rows[:num_sent], rows[num_sent + own :]
+        self._work = None
+
+    def launch_to_experts(self) -> None:
+        self._launch(self._received, self._sent, self.exchange.out_splits, self.exchange.in_splits)
+
+    def launch_to_tokens(self) -> None:
+        self._launch(self._sent, self._received, self.exchange.in_splits, self.exchange.out_splits)
+
+    def wait_at_experts(self) -> Tensor:
+        return self._wait(self.receive)
+
+    def wait_at_tokens(self) -> Tensor:
+        return self._wait(self.send)
+
+    def _launch(self, out: Tensor, inp: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
+        if self.exchange.dispatcher.ep_size > 1:
+            self._work = self.exchange.dispatcher.all_to_all(out, inp, out_splits, in_splits)
+
+    def _wait(self, rows: Tensor) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return rows
