@@ -1,0 +1,132 @@
+"""A whole model with its experts spread over ranks: finding, cutting, materialising, and which parameter is whose."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ep.config import EPConfig
+from lightning_ep.dispatch import make_dispatcher
+from lightning_ep.experts.interface import FoundExperts, find_experts
+from lightning_ep.experts.parallel import ExpertParallel, install, shard_experts
+from lightning_ep.experts.wgrad import WeightGradQueue
+from lightning_ep.mesh import ExpertMesh
+
+# DDP's own name for it; Lightning's initial broadcast honours it too.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+class ParallelModel:
+    """The experts of one model, spread over an EP group."""
+
+    def __init__(self, model: nn.Module, config: EPConfig, mesh: ExpertMesh) -> None:
+        self.model, self.config, self.mesh = model, config, mesh
+        self.queue = WeightGradQueue()
+        self.experts: list[FoundExperts] = []
+
+    def shard(self, required: bool = True) -> None:
+        """Cut the experts that are still whole and let all of them exchange tokens.
+
+        Called before the module's own set-up for what exists then, and after `configure_model` for the rest.
+        Raises ExpertsNotFoundError when there are none, unless `required=False`.
+        """
+        self.experts = find_experts(self.model, required)
+        for layer, found in enumerate(self.experts):
+            shard_experts(found, self.mesh)
+            install(found, self._expert_parallel(layer, found))
+        sharded = self.expert_tensors()
+        names = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False)]
+        ignored = {name for name, tensor in names if tensor in sharded}
+        # Rank 0's experts must not overwrite the other ranks' in the initial broadcast.
+        setattr(self.model, _IGNORED, sorted({*getattr(self.model, _IGNORED, ()), *ignored}))
+
+    def _expert_parallel(self, layer: int, found: FoundExperts) -> ExpertParallel:
+        return ExpertParallel(
+            layer=layer,
+            num_experts=found.num_experts,
+            mesh=self.mesh,
+            layout=found.layout,
+            own_forward=type(found.module).forward,
+            dispatcher=make_dispatcher(
+                self.config, found.num_experts, self.mesh.ep_group, layer, after_dispatch_grad=self.queue.flush
+            ),
+            queue=self.queue if self.config.delay_wgrad_compute else None,
+            force_load_balancing=self.config.moe_router_force_load_balancing,
+        )
+
+    def expert_tensors(self) -> set[Tensor]:
+        """Parameters and buffers of which this rank holds its share."""
+        return {getattr(found.module, name) for found in self.experts for name in found.sharded}
+
+    def trainable(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """(dense, expert) parameters whose gradients this package reduces; the user's own DDP ignore list is left out."""
+        sharded = self.expert_tensors()
+        ignored = set(getattr(self.model, _IGNORED, ()))
+        experts = [p for p in self.model.parameters() if p in sharded]
+        dense = [p for name, p in self.model.named_parameters() if p not in sharded and name not in ignored]
+        return dense, experts
+
+    def sync_expert_replicas(self) -> None:
+        """Ranks that hold the same experts start from the first one's. Collective over the EDP group."""
+        if self.mesh.edp_size == 1:
+            return
+        source = dist.get_global_rank(self.mesh.edp_group, 0)
+        for found in self.experts:
+            for name in found.sharded:
+                dist.broadcast(getattr(found.module, name).detach(), source, group=self.mesh.edp_group)
+
+    def materialize(self, device: torch.device) -> None:
+        """Allocate what is on the meta device, after cutting, and initialise it.
+
+        Hugging Face models initialise by their own rules, other modules by `reset_parameters`. The generator differs by
+        EP rank, or all ranks' experts would be copies; dense parameters are made equal by the initial broadcast.
+        """
+        if not any(t.is_meta for t in [*self.model.parameters(), *self.model.buffers()]):
+            return
+        allocated: dict[Tensor, Tensor] = {}
+        owners = []
+        for name, module in self.model.named_modules():
+            on_meta = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta]
+            if not on_meta:
+                continue
+            owners.append((name, module))
+            for slot in (module._parameters, module._buffers):
+                for key, tensor in slot.items():
+                    if tensor is not None and tensor.is_meta:
+                        slot[key] = allocated.setdefault(tensor, _empty_like(tensor, device))
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(torch.initial_seed() + 1 + self.mesh.ep_rank)
+            _initialize(self.model, owners)
+
+    def describe(self) -> str:
+        """A short table of what was found."""
+        head = (
+            f"experts found: {len(self.experts)} layers over EP {self.mesh.ep_size} x EDP {self.mesh.edp_size} "
+            f"({self.config.moe_token_dispatcher_type} dispatcher)"
+        )
+        rows = [f"  {found.describe()}" for found in self.experts]
+        if len(rows) > 6:
+            rows = [*rows[:3], f"  ... {len(rows) - 4} more ...", rows[-1]]
+        return "\n".join([head, *rows])
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+@torch.no_grad()
+def _initialize(model: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
+    """Initialise the modules `owners`, whose own tensors were just allocated."""
+    ruled = {m: root for root in model.modules() if hasattr(root, "_init_weights") for m in root.modules()}
+    for name, module in owners:
+        if module in ruled:
+            ruled[module]._init_weights(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        else:
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) was built on the meta device and has no reset_parameters() to "
+                "initialise it; add one, or build it on a real device"
+            )

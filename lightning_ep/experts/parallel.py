@@ -1,0 +1,122 @@
+"""Spreading an experts module over the EP group: its parameters are cut, its forward replaced, nothing else touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ep.dispatch.base import Dispatcher, combine, dispatch
+from lightning_ep.dispatch.ranges import annotate
+from lightning_ep.experts.grouped import grouped_experts
+from lightning_ep.experts.interface import ExpertsLayout, FoundExperts
+from lightning_ep.experts.wgrad import WeightGradQueue
+from lightning_ep.mesh import ExpertMesh
+
+
+@dataclass
+class ExpertParallel:
+    """What an experts module needs to run spread over ranks; lives on it as `module._expert_parallel`.
+
+    Deep copies of the model (weight averaging) share it: it holds no parameter.
+    """
+
+    layer: int
+    num_experts: int
+    mesh: ExpertMesh
+    layout: ExpertsLayout | None
+    own_forward: Any
+    dispatcher: Dispatcher
+    queue: WeightGradQueue | None = None
+    force_load_balancing: bool = False
+    _balanced: dict[tuple, Tensor] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict) -> ExpertParallel:
+        return self
+
+    def balanced(self, experts_TK: Tensor) -> Tensor:
+        """Ids of the same shape that load every expert equally: random distinct experts a token, fixed by a seed."""
+        key = (*experts_TK.shape, experts_TK.device)
+        if key not in self._balanced:
+            self._balanced[key] = balanced_routing(*experts_TK.shape, self.num_experts).to(experts_TK.device)
+        return self._balanced[key]
+
+
+def shard_experts(found: FoundExperts, mesh: ExpertMesh) -> None:
+    """Cut the expert parameters (and buffers) to this rank's share, in place: optimizers that hold them stay valid.
+
+    Raises ValueError when the experts do not divide by the EP size.
+    """
+    if found.num_experts % mesh.ep_size:
+        raise ValueError(
+            f"experts module {found.name!r} has {found.num_experts} experts, which expert_model_parallel_size="
+            f"{mesh.ep_size} does not divide; choose a divisor of {found.num_experts}"
+        )
+    share = mesh.local_experts(found.num_experts)
+    num_local = found.num_experts // mesh.ep_size
+    for name in found.sharded:
+        tensor = getattr(found.module, name)
+        if tensor.shape[0] == found.num_experts:
+            # clone, so that the memory of the other ranks' experts is freed
+            tensor.data = tensor.data[share].clone()
+        elif tensor.shape[0] != num_local:  # tied weights come by twice, a second fit finds them cut
+            raise ValueError(
+                f"experts module {found.name!r} was cut to {tensor.shape[0]} of {found.num_experts} experts before, but "
+                f"expert_model_parallel_size={mesh.ep_size} needs {num_local}; build the model again to change the size"
+            )
+    found.module._ep_num_experts = found.num_experts
+    if hasattr(found.module, "num_experts"):
+        found.module.num_experts = num_local
+
+
+def install(found: FoundExperts, ep: ExpertParallel) -> None:
+    """Replace the module's forward by the expert-parallel one. The bound method follows deep copies of the module."""
+    object.__setattr__(found.module, "_expert_parallel", ep)
+    found.module.forward = MethodType(expert_parallel_forward, found.module)
+
+
+def expert_parallel_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`experts(hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K]) -> [T, D]` over the EP group."""
+    ep: ExpertParallel = module._expert_parallel
+    experts_TK = ep.balanced(top_k_index) if ep.force_load_balancing else top_k_index
+    exchange = ep.dispatcher.route(experts_TK)
+    x_TD = hidden_states.to(_compute_dtype(hidden_states)).contiguous()
+    rows = dispatch(exchange, x_TD, top_k_weights)
+    with annotate("ep/experts", ep.layer):
+        if ep.layout is not None:
+            out_PD = grouped_experts(module, ep.layout, rows, ep.layer, ep.queue)
+        else:
+            out_PD = _own_forward(module, ep, rows)
+    return combine(exchange, out_PD.to(x_TD.dtype)).to(hidden_states.dtype)
+
+
+def _own_forward(module: nn.Module, ep: ExpertParallel, rows) -> Tensor:
+    """A module of its own layout sees every pair as a token that chose one (local) expert."""
+    counts = torch.diff(rows.offsets_L, prepend=rows.offsets_L.new_zeros(1))
+    local = torch.arange(counts.shape[0], device=counts.device)
+    index_P1 = local.repeat_interleave(counts, output_size=sum(rows.tokens_per_expert))[:, None]
+    ones_P1 = torch.ones_like(rows.weights_P)[:, None]
+    out_PD = ep.own_forward(module, rows.rows_PD, index_P1, ones_P1.to(rows.rows_PD.dtype))
+    return (out_PD * rows.weights_P[:, None]).to(out_PD.dtype)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Under autocast the tokens travel in its dtype, as a linear layer would compute in it."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def balanced_routing(tokens: int, top_k: int, num_experts: int) -> Tensor:
+    """`[T, K]` int64 distinct ids a token; over every E / K tokens each expert is chosen once (K must divide E for
+    perfect balance). Random, so that tokens meet as many different ranks as under a trained router."""
+    generator = torch.Generator().manual_seed(0)
+    block = num_experts // top_k
+    rounds = -(-tokens // block)
+    order = torch.rand(rounds, num_experts, generator=generator).argsort(1)[:, : block * top_k]
+    return order.reshape(rounds * block, top_k)[:tokens]

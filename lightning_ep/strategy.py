@@ -1,0 +1,246 @@
+"""`EPOverlapStrategy`: what Lightning calls, in the order in which it calls it. No mechanism lives here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ep import checkpoint
+from lightning_ep.config import EPConfig, ExpertsImplementation, OverlapSchedule
+from lightning_ep.experts.model import ParallelModel
+from lightning_ep.gradients import AgreeingGradScaler, GradientReducer, global_grad_norm
+from lightning_ep.mesh import ExpertMesh, build_mesh
+
+log = logging.getLogger(__name__)
+
+# Larger than any compile, small enough to notice a dead rank.
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+class EPOverlapStrategy(DDPStrategy):
+    """Expert parallelism for any model with a Hugging Face style experts module, dense parameters replicated.
+
+    Every rank is a data-parallel rank with its own batch. Experts are spread over groups of
+    `expert_model_parallel_size` consecutive ranks; ranks that hold the same experts average their gradients.
+
+    Args:
+        expert_model_parallel_size: ranks that share one set of experts; divides the world and every layer's experts.
+        moe_token_dispatcher_type: "alltoall", or "flex" with a backend.
+        moe_flex_dispatcher_backend: "deepep" or "hybridep".
+        moe_permute_fusion: move rows with Triton kernels where there is a GPU.
+        moe_dispatch_dedup: send a token once per destination rank instead of once per expert.
+        moe_router_force_load_balancing: for benchmarks; replaces the routing by a balanced random one.
+        experts_implementation: "grouped_mm" or "transformer_engine".
+        timeout: how long a collective may wait before the job ends.
+        kwargs: Lightning's `DDPStrategy` arguments: `process_group_backend`, `start_method`, `cluster_environment`,
+            `bucket_cap_mb` and so on. `find_unused_parameters` has nothing to do: unused parameters get zero gradients.
+
+    Raises:
+        ValueError: a value that means nothing, with the fix.
+    """
+
+    strategy_name = "ep_overlap"
+
+    def __init__(
+        self,
+        expert_model_parallel_size: int = 1,
+        moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall",
+        moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None,
+        moe_permute_fusion: bool = True,
+        moe_dispatch_dedup: bool = True,
+        moe_router_force_load_balancing: bool = False,
+        experts_implementation: ExpertsImplementation = "grouped_mm",
+        overlap_moe_expert_parallel_comm: bool = False,
+        overlap_schedule: OverlapSchedule = "auto",
+        delay_wgrad_compute: bool = False,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        **kwargs: Any,
+    ) -> None:
+        self.config = EPConfig(
+            expert_model_parallel_size=expert_model_parallel_size,
+            moe_token_dispatcher_type=moe_token_dispatcher_type,
+            moe_flex_dispatcher_backend=moe_flex_dispatcher_backend,
+            moe_permute_fusion=moe_permute_fusion,
+            moe_dispatch_dedup=moe_dispatch_dedup,
+            moe_router_force_load_balancing=moe_router_force_load_balancing,
+            experts_implementation=experts_implementation,
+            overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
+            overlap_schedule=overlap_schedule,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        super().__init__(timeout=timeout, **kwargs)
+        self.mesh: ExpertMesh | None = None
+        self.parallel: ParallelModel | None = None
+        self._reducer: GradientReducer | None = None
+        self._syncing = True
+        self._reduced = True
+        self.last_grad_norm: Tensor | None = None
+
+    # -- set-up, in Lightning's order
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # A model that exists already is cut here: callbacks that copy it in their setup must see local experts.
+        if self.mesh is None:
+            self.mesh = build_mesh(self.config.expert_model_parallel_size, self.root_device.type, self._timeout)
+        assert self.lightning_module is not None
+        self.parallel = ParallelModel(self.lightning_module, self.config, self.mesh)
+        self.parallel.shard(required=False)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """`trainer.init_module(empty_init=True)` builds on the meta device; only local experts are ever allocated."""
+        if empty_init:
+            with torch.device("meta"):
+                yield
+        else:
+            with super().tensor_init_context(empty_init):
+                yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.parallel is not None
+        self.parallel.shard()
+        self.parallel.materialize(self.root_device)
+        rank_zero_info(self.parallel.describe())
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Fitting: no DDP wrapper, whose hooks know nothing of two passes in flight; one reducer for all parameters."""
+        assert self.parallel is not None and self.mesh is not None
+        _sync_module_states(self.lightning_module)
+        self.parallel.sync_expert_replicas()
+        dense, experts = self.parallel.trainable()
+        self._reducer = GradientReducer(dense, experts, self.mesh, self._ddp_kwargs.get("bucket_cap_mb") or 25)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            plugin.scaler = AgreeingGradScaler(plugin.scaler, self.root_device)
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """Whatever plugin the Trainer chose clips by the norm of all experts, not of this rank's."""
+        if plugin is not None:
+            _clip_with(plugin, self)
+        self._precision_plugin = plugin
+
+    # -- a training step
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning's gradient accumulation: gradients stay local inside."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        self._reduced = False
+        if self._syncing:
+            self._reduce()  # before on_after_backward: hooks and clipping see final gradients
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def closed() -> Any:
+            result = closure()
+            self._reduce()  # the last micro-batch may have had no loss
+            return result
+
+        return super().optimizer_step(optimizer, closed, model, **kwargs)
+
+    def _reduce(self) -> None:
+        if not self._reduced and self._reducer is not None:
+            self._reducer.reduce()
+            self._reduced = True
+
+    def clip_grad_norm(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip by the norm over all experts of all ranks; returns it. Call it on every rank.
+
+        `Trainer(gradient_clip_val=...)` does; a module that overrides `configure_gradient_clipping` may.
+        """
+        assert self.parallel is not None and self.mesh is not None
+        norm = global_grad_norm(parameters, self.parallel.expert_tensors(), self.mesh, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        self.last_grad_norm = norm
+        return norm
+
+    # -- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # weights go straight into the shards
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # load_checkpoint restores it, by name
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return checkpoint.module_state(self)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return checkpoint.optimizer_state(self, optimizer)
+
+    def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        checkpoint.save(self, checkpoint_, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return checkpoint.load(self, checkpoint_path, fitting=self._is_fitting())
+
+    def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
+        """Done by `load_checkpoint`."""
+
+    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
+        """Done by `load_checkpoint`."""
+
+    def _is_fitting(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description="Expert parallelism with hidden communication")
+
+
+def _clip_with(plugin: Precision, strategy: EPOverlapStrategy) -> None:
+    """Make `plugin` clip through `strategy`, keeping its type: its class name is a key in checkpoints."""
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        strategy.clip_grad_norm(list(plugin.main_params(optimizer)), clip_val)
+
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+
+EPOverlapStrategy.register_strategies(StrategyRegistry)
