@@ -65,22 +65,22 @@ class EPConfig:
             # A lone "moe" would otherwise read as the letters m, o, e; YAML gives lists and null.
             value = (value,) if isinstance(value, str) else tuple(value or ())
             object.__setattr__(self, name, value)
-        if wrong := list(value_errors({field.name: getattr(self, field.name) for field in fields(self)})):
-            raise ValueError("; ".join(wrong))
+        if wrong := value_errors({field.name: getattr(self, field.name) for field in fields(self)}):
+            raise ValueError("; ".join(f"{name}={getattr(self, name)!r} {text}" for name, text in wrong.items()))
 
 
-def value_errors(options: dict[str, object]) -> list[str]:
-    """One sentence for every option whose value means nothing: argument, value, fix."""
-    wrong = [
-        f"{name}={options[name]!r} is not a choice; use one of {', '.join(map(repr, choices))}"
+def value_errors(options: dict[str, object]) -> dict[str, str]:
+    """What is wrong with every option whose value means nothing on its own, and the fix."""
+    wrong = {
+        name: f"is not a choice; use one of {', '.join(map(repr, choices))}"
         for name, choices in _CHOICES.items()
         if name in options and options[name] not in choices
-    ]
+    }
     for name in _SIZES:
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            wrong.append(f"{name}={value!r} is not a size; set it to an integer of at least 1")
+            wrong[name] = "is not a size; set it to an integer of at least 1"
     sms = options.get("moe_deepep_num_sms")
     if isinstance(sms, int) and sms > 0 and sms % 2:
-        wrong.append(f"moe_deepep_num_sms={sms} is odd, DeepEP works in pairs of SMs; set it to {sms + 1}")
+        wrong["moe_deepep_num_sms"] = f"is odd, and DeepEP works in pairs of SMs; set it to {sms + 1}"
     return wrong

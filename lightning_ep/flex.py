@@ -7,7 +7,7 @@ have it, `validate_flex_dispatcher_backend` refuses a config whose GPU cannot.
 from __future__ import annotations
 
 import re
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,13 @@ def supports(backend: str, gpu_name: str | None, capability: tuple[int, int] | N
 def gpus_of(backend: str) -> str:
     """The GPUs that run `backend`, in words."""
     return _GPUS[backend]
+
+
+def both_overridden(argv: Sequence[str]) -> bool:
+    """Whether a command line (`--trainer.strategy.init_args.NAME=...`) overrides the dispatcher's type and backend."""
+    overrides = (argument for argument in argv if argument.startswith("--trainer.strategy."))
+    keys = {argument.partition("=")[0].rpartition(".")[2] for argument in overrides}
+    return {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend"} <= keys
 
 
 def settle_dispatcher(dispatcher_type: str, backend: str | None) -> tuple[str, str | None, str]:
