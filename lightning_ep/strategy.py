@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _sync_module_states
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,6 +24,7 @@ from lightning_ep.config import EPConfig, ExpertsImplementation, OverlapSchedule
 from lightning_ep.experts.model import ParallelModel
 from lightning_ep.gradients import AgreeingGradScaler, GradientReducer, global_grad_norm
 from lightning_ep.mesh import ExpertMesh, build_mesh
+from lightning_ep.schedule.one_f_one_b import OneFOneB
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class EPOverlapStrategy(DDPStrategy):
         self.mesh: ExpertMesh | None = None
         self.parallel: ParallelModel | None = None
         self._reducer: GradientReducer | None = None
+        self._schedule: OneFOneB | None = None
         self._syncing = True
         self._reduced = True
         self.last_grad_norm: Tensor | None = None
@@ -125,6 +127,7 @@ class EPOverlapStrategy(DDPStrategy):
         self.parallel.sync_expert_replicas()
         dense, experts = self.parallel.trainable()
         self._reducer = GradientReducer(dense, experts, self.mesh, self._ddp_kwargs.get("bucket_cap_mb") or 25)
+        self._schedule = OneFOneB() if self.config.overlap_moe_expert_parallel_comm else None
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -154,17 +157,24 @@ class EPOverlapStrategy(DDPStrategy):
         finally:
             self._syncing = True
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._schedule.forward_turns() if self._schedule is not None else nullcontext():
+            return super().training_step(*args, **kwargs)
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward, or park it beside the next forward when the accumulation window goes on.
+
+        Around a parked backward `on_before_backward` and `on_after_backward` run with the next `training_step`.
+        """
         assert self.lightning_module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        self._reduced = False
-        if self._syncing:
-            self._reduce()  # before on_after_backward: hooks and clipping see final gradients
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        self.post_backward(closure_loss)
-        return closure_loss
+        backward = _Backward(self, closure_loss, optimizer, args, kwargs)
+        if self._schedule is not None and not self._syncing and self.lightning_module.automatic_optimization:
+            backward.parked = True
+            self._schedule.park(backward)
+            return closure_loss.detach()
+        backward.before()
+        backward.run()
+        return backward.after()
 
     def optimizer_step(
         self,
@@ -231,7 +241,43 @@ class EPOverlapStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="Expert parallelism with hidden communication")
+            strategy_registry.register(
+                cls.strategy_name, cls, description="Expert parallelism with hidden communication"
+            )
+
+
+class _Backward:
+    """The backward of one micro-batch: hooks before, the pass itself (maybe in another thread), hooks after."""
+
+    def __init__(
+        self, strategy: EPOverlapStrategy, loss: Tensor, optimizer: Optimizer | None, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        self.strategy, self.loss, self.optimizer, self.args, self.kwargs = strategy, loss, optimizer, args, kwargs
+        self.parked = False
+
+    def before(self) -> None:
+        self.strategy.pre_backward(self.loss)
+        self.loss = self.strategy.precision_plugin.pre_backward(self.loss, self.strategy.lightning_module)
+
+    def run(self) -> None:
+        queue = self.strategy.parallel.queue
+        try:
+            self.strategy.precision_plugin.backward(
+                self.loss, self.strategy.lightning_module, self.optimizer, *self.args, **self.kwargs
+            )
+            queue.flush()
+        except BaseException:
+            queue.drop()
+            raise
+
+    def after(self) -> Tensor:
+        strategy = self.strategy
+        strategy._reduced = False
+        if strategy._syncing and not self.parked:
+            strategy._reduce()  # before on_after_backward: hooks and clipping see final gradients
+        loss = strategy.precision_plugin.post_backward(self.loss, strategy.lightning_module)
+        strategy.post_backward(loss)
+        return loss
 
 
 def _clip_with(plugin: Precision, strategy: EPOverlapStrategy) -> None:

@@ -45,7 +45,7 @@ class PassAborted(RuntimeError):
 
 
 class TwoThreads:
-    """A forward and a backward pass in two threads that take turns, the forward first.
+    """A forward and a backward pass in two threads that take turns, the backward first.
 
     Only the thread that holds the turn runs, so the fields need no lock. A pass that ends, well or not, leaves;
     the other then keeps the turn, or is aborted at its next hand-over when its partner failed.
@@ -53,24 +53,22 @@ class TwoThreads:
 
     def __init__(self) -> None:
         self._gates = (threading.Lock(), threading.Lock())
-        self._gates[BACKWARD].acquire()
-        self._gates[FORWARD].acquire()
+        for gate in self._gates:
+            gate.acquire()
         self._here = [True, True]
         self.error: BaseException | None = None
 
     def wait_for_first_turn(self, me: int) -> None:
-        """The backward pass waits here until the forward pass hands over for the first time, or has left."""
-        if me == BACKWARD:
+        """The forward pass waits here until the backward has launched its first communication, or has left."""
+        if me == FORWARD:
             self._gates[me].acquire()
             self._raise_if_partner_failed()
 
     def hand_over(self, me: int) -> None:
         other = 1 - me
-        if not self._here[other]:
-            self._raise_if_partner_failed()
-            return
-        self._gates[other].release()
-        self._gates[me].acquire()
+        if self._here[other]:
+            self._gates[other].release()
+            self._gates[me].acquire()
         self._raise_if_partner_failed()
 
     def leave(self, me: int, error: BaseException | None = None) -> None:
