@@ -4,7 +4,25 @@ Importing the package needs no optional dependency, touches no GPU and prints no
 loaded on first use; the strategy registers itself for ``Trainer(strategy="ep_overlap")``.
 """
 
+from importlib import import_module
+from typing import Any
+
 from lightning_ep.strategy import EPOverlapStrategy
 
 __version__ = "0.1.0"
-__all__ = ["EPOverlapStrategy"]
+
+_LAZY = {
+    "ConfigurationError": "lightning_ep.rule",
+    "ExpertsNotFoundError": "lightning_ep.experts.interface",
+    "MoELayer": "lightning_ep.experts.layer",
+    "apply_flex_dispatcher_backend": "lightning_ep.flex",
+    "find_experts": "lightning_ep.experts.interface",
+    "validate_flex_dispatcher_backend": "lightning_ep.flex",
+}
+__all__ = ["EPOverlapStrategy", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -85,7 +85,7 @@ def expert_parallel_forward(
     ep: ExpertParallel = module._expert_parallel
     experts_TK = ep.balanced(top_k_index) if ep.force_load_balancing else top_k_index
     exchange = ep.dispatcher.route(experts_TK)
-    x_TD = hidden_states.to(_compute_dtype(hidden_states)).contiguous()
+    x_TD = hidden_states.to(compute_dtype(hidden_states)).contiguous()
     rows = dispatch(exchange, x_TD, top_k_weights)
     with annotate("ep/experts", ep.layer):
         if ep.layout is not None:
@@ -105,7 +105,7 @@ def _own_forward(module: nn.Module, ep: ExpertParallel, rows) -> Tensor:
     return (out_PD * rows.weights_P[:, None]).to(out_PD.dtype)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """Under autocast the tokens travel in its dtype, as a linear layer would compute in it."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
         return torch.get_autocast_dtype(x.device.type)
