@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,12 +204,11 @@ def _is_ours(strategy: str) -> bool:
 def _options(run: RunConfig) -> tuple[dict[str, Any], list[Violation]]:
     """The strategy's own arguments in their types, defaults filled in, and those whose value does not fit."""
     defaults = {f.name: f.default for f in fields(EPConfig) if f.default is not MISSING}
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(EPConfig)
+    parser, _ = _argument_parser(EPConfig)
     problems = []
     for name in [name for name in run.init_args if name in _OPTION_NAMES]:
         try:
-            value = parser.parse_object({name: run.init_args[name]})[name]
+            value = parser.parse_object({"of": {name: run.init_args[name]}})["of"][name]
             defaults[name] = tuple(value or ()) if isinstance(defaults[name], tuple) else value
         except ArgumentError as error:
             problems.append(_wrong_argument(Given(name, run.init_args[name], run.origins[name]), error))
@@ -217,9 +217,7 @@ def _options(run: RunConfig) -> tuple[dict[str, Any], list[Violation]]:
 
 def _parse_each(run: RunConfig, cls: type, key: str, values: Mapping[str, Any]) -> list[Violation]:
     """Arguments of `cls` parsed one by one, as LightningCLI would, so that one mistake does not hide the next."""
-    parser = ArgumentParser(exit_on_error=False)
-    added = parser.add_class_arguments(cls, "of", fail_untyped=False, sub_configs=True)
-    names = {dest.removeprefix("of.") for dest in added}
+    parser, names = _argument_parser(cls)
     problems = []
     for name, value in values.items():
         given = Given(name, value, run.where(f"{key}.{name}"))
@@ -233,6 +231,14 @@ def _parse_each(run: RunConfig, cls: type, key: str, values: Mapping[str, Any]) 
         except ArgumentError as error:
             problems.append(_wrong_argument(given, error))
     return problems
+
+
+@cache
+def _argument_parser(cls: type) -> tuple[ArgumentParser, set[str]]:
+    """A parser for the arguments of `cls` under "of", with their names; the signatures take a second to read."""
+    parser = ArgumentParser(exit_on_error=False)
+    added = parser.add_class_arguments(cls, "of", fail_untyped=False, sub_configs=True)
+    return parser, {key.removeprefix("of.") for key in added}
 
 
 def _wrong_argument(given: Given, error: ArgumentError) -> Violation:
