@@ -250,7 +250,12 @@ class _Backward:
     """The backward of one micro-batch: hooks before, the pass itself (maybe in another thread), hooks after."""
 
     def __init__(
-        self, strategy: EPOverlapStrategy, loss: Tensor, optimizer: Optimizer | None, args: tuple, kwargs: dict[str, Any]
+        self,
+        strategy: EPOverlapStrategy,
+        loss: Tensor,
+        optimizer: Optimizer | None,
+        args: tuple,
+        kwargs: dict[str, Any],
     ) -> None:
         self.strategy, self.loss, self.optimizer, self.args, self.kwargs = strategy, loss, optimizer, args, kwargs
         self.parked = False

@@ -73,7 +73,11 @@ def _serve(pipe: Connection) -> None:
         )  # fmt: skip
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
             )
             answer = (True, fn(*args))
         except BaseException:

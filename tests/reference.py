@@ -108,4 +108,9 @@ def reference_run(
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
         losses.append(per_rank.tolist())
-    return {"losses": losses, "norms": norms, "grads": grads, "params": {n: p.detach() for n, p in model.named_parameters()}}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "grads": grads,
+        "params": {n: p.detach() for n, p in model.named_parameters()},
+    }

@@ -60,9 +60,21 @@ class CausalLM(pl.LightningModule):
 
 
 def quiet_trainer(**kwargs: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     return pl.Trainer(
-        **{"accelerator": "cpu", "devices": dist.get_world_size(), "num_sanity_val_steps": 0, "max_epochs": 1, **quiet, **kwargs}
+        **{
+            "accelerator": "cpu",
+            "devices": dist.get_world_size(),
+            "num_sanity_val_steps": 0,
+            "max_epochs": 1,
+            **quiet,
+            **kwargs,
+        }
     )
 
 
@@ -86,7 +98,14 @@ def whole(strategy: EPOverlapStrategy, tensors: dict[str, Tensor], prefix: str =
 
 
 def train_distributed(
-    model_type: str, ep_size: int, steps: int, accumulate: int, clip: float | None, optimizer: str, lr: float, options: dict
+    model_type: str,
+    ep_size: int,
+    steps: int,
+    accumulate: int,
+    clip: float | None,
+    optimizer: str,
+    lr: float,
+    options: dict,
 ) -> dict[str, Any]:
     """What `reference_run` returns, from a Trainer with EPOverlapStrategy; experts gathered."""
     module = CausalLM(tiny_model(model_type, **options.get("model", {})), lr, optimizer)
@@ -105,7 +124,10 @@ def train_distributed(
     trainer.callbacks.append(Norms())
     trainer.fit(module, loader(steps, accumulate))
     return {
-        "losses": [torch.stack(module.losses[i : i + accumulate]).mean().item() for i in range(0, steps * accumulate, accumulate)],
+        "losses": [
+            torch.stack(module.losses[i : i + accumulate]).mean().item()
+            for i in range(0, steps * accumulate, accumulate)
+        ],
         "norms": norms,
         "grads": whole(strategy, module.first_grads),
         "params": whole(strategy, dict(module.model.named_parameters())),

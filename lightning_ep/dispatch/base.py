@@ -26,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 

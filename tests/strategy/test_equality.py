@@ -24,12 +24,16 @@ def assert_close(actual: dict, expected: dict, rtol: float, what: str) -> None:
 @pytest.mark.parametrize("model_type", TINY)
 def test_trains_as_one_process(model_type: str, world_size: int, ep_size: int) -> None:
     model = tiny_model(model_type)
-    expected = reference_run(model, world_size, STEPS, ACCUMULATE, CLIP, make_optimizer("adamw", model.parameters(), LR))
+    expected = reference_run(
+        model, world_size, STEPS, ACCUMULATE, CLIP, make_optimizer("adamw", model.parameters(), LR)
+    )
     ranks = run_distributed(
         train_distributed, world_size, model_type, ep_size, STEPS, ACCUMULATE, CLIP, "adamw", LR, {}, timeout=120
     )
     for rank, actual in enumerate(ranks):
-        torch.testing.assert_close(actual["losses"], [per_rank[rank] for per_rank in expected["losses"]], rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            actual["losses"], [per_rank[rank] for per_rank in expected["losses"]], rtol=1e-5, atol=0
+        )
         torch.testing.assert_close(actual["norms"], expected["norms"], rtol=1e-5, atol=0)
         assert_close(actual["grads"], expected["grads"], 1e-5, "first gradient")
         assert_close(actual["params"], expected["params"], 1e-5, "parameter")

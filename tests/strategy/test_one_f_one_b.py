@@ -13,7 +13,17 @@ from tests.trained import train_distributed
 def test_bit_identical_to_no_overlap(world_size: int, ep_size: int) -> None:
     def run(options: dict) -> list[dict]:
         return run_distributed(
-            train_distributed, world_size, "qwen3_moe", ep_size, 20, 4, 1.0, "adamw", 2e-3, {"strategy": options}, timeout=120
+            train_distributed,
+            world_size,
+            "qwen3_moe",
+            ep_size,
+            20,
+            4,
+            1.0,
+            "adamw",
+            2e-3,
+            {"strategy": options},
+            timeout=120,
         )
 
     plain, overlapped = run({}), run({"overlap_moe_expert_parallel_comm": True})

@@ -1,0 +1,19 @@
+# Source this on a GPU machine to run several ranks on one GPU:  . tests/gpu/one_gpu.sh KIT_DIR
+#
+# KIT_DIR holds what the machine lacks: */*.whl are put on PYTHONPATH, comm/libnccl.so.2.gz is an NCCL (>= 2.30) that
+# lets ranks share a GPU. `on_one_gpu N CMD...` runs CMD as N ranks under MPS, with few channels, so that the ranks'
+# kernels fit beside each other.
+kit=${1:?usage: . one_gpu.sh KIT_DIR}
+mkdir -p /tmp/kit/site /tmp/kit/nccl /tmp/mps /tmp/mps-log
+[ -f "$kit/comm/libnccl.so.2.gz" ] && gunzip -c "$kit/comm/libnccl.so.2.gz" > /tmp/kit/nccl/libnccl.so.2
+for wheel in "$kit"/*/*.whl; do python3 -m zipfile -e "$wheel" /tmp/kit/site; done
+nvshmem=$(python3 -c 'import site; print(site.getsitepackages()[0])')/nvidia/nvshmem/lib
+export LD_LIBRARY_PATH="$nvshmem:${LD_LIBRARY_PATH:-}" PYTHONPATH="/tmp/kit/site:$PWD:${PYTHONPATH:-}"
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
+"$(command -v nvidia-cuda-mps-control || echo /usr/local/nvidia/bin/nvidia-cuda-mps-control)" -d && sleep 1
+on_one_gpu() {
+  local n=$1; shift
+  LIGHTNING_EP_ONE_GPU=1 LD_PRELOAD=/tmp/kit/nccl/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \
+    NCCL_MAX_NCHANNELS=4 torchrun --nproc-per-node "$n" "$@"
+}
