@@ -122,7 +122,7 @@ OVERLAP = (
         lambda f: f.overlap_moe_expert_parallel_comm and f.recompute_granularity == "full",
         "an assertion on recompute_granularity, or a dispatch that runs again in backward and routes otherwise",
         "recomputing whole layers repeats their exchanges inside backward, where they cannot take turns",
-        "checkpoint attention only: do not call gradient_checkpointing_enable(), unset recompute_granularity='full'",
+        "checkpoint attention only: no gradient_checkpointing_enable() on the model, no recompute_granularity='full'",
         BRIDGE,
     ),
     Rule(
