@@ -19,7 +19,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def usage() -> str:
     rows = "\n".join(f"  {name:10s} {text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: lightning-ep COMMAND [options]\n\n{rows}\n\n`lightning-ep COMMAND --help` lists a command's options."
+    return (
+        f"usage: lightning-ep COMMAND [options]\n\n{rows}\n\n`lightning-ep COMMAND --help` lists a command's options."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
