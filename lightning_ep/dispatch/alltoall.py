@@ -12,7 +12,9 @@ Both are views of one arena in which the own rows overlap, so what stays on the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,12 +26,37 @@ from lightning_ep.dispatch.base import Dispatcher, Exchange, ExpertRows
 from lightning_ep.dispatch.permute import INVALID, ROWS, TOKENS, Wire
 
 
+class Transport(Protocol):
+    """Carries rows between the ranks of an EP group."""
+
+    size: int
+    rank: int
+
+    def all_to_all(
+        self, out: Tensor, inp: Tensor, out_splits: list[int] | None = None, in_splits: list[int] | None = None
+    ) -> Any:
+        """Start sending `in_splits[r]` rows of `inp` to rank r (all alike without splits); the result has `wait()`,
+        after which the current stream may read `out`."""
+
+
+class GroupTransport:
+    """torch.distributed's all-to-all."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def all_to_all(
+        self, out: Tensor, inp: Tensor, out_splits: list[int] | None = None, in_splits: list[int] | None = None
+    ) -> dist.Work:
+        return dist.all_to_all_single(out, inp, out_splits, in_splits, group=self.group, async_op=True)
+
+
 class AllToAllDispatcher(Dispatcher):
-    """Exchanges one layer's tokens within `group`.
+    """Exchanges one layer's tokens over `transport`.
 
     Args:
-        num_experts: experts of the layer over all ranks (E), divisible by the group's size.
-        group: the EP group.
+        num_experts: experts of the layer over all ranks (E), divisible by the EP size.
+        transport: what carries rows between the ranks of the EP group.
         layer: number of the MoE layer, for ranges and messages.
         dedup: send a token once per destination rank; off: once per expert, to compare.
         fused: Triton kernels for the moves in memory (CUDA only).
@@ -39,30 +66,19 @@ class AllToAllDispatcher(Dispatcher):
     def __init__(
         self,
         num_experts: int,
-        group: ProcessGroup,
+        transport: Transport,
         layer: int,
         dedup: bool = True,
         fused: bool = False,
         after_dispatch_grad: Callable[[], None] = lambda: None,
     ) -> None:
-        self.num_experts, self.group, self.layer = num_experts, group, layer
+        self.num_experts, self.transport, self.layer = num_experts, transport, layer
         self.dedup, self.after_dispatch_grad = dedup, after_dispatch_grad
-        self.ep_size, self.ep_rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ep_size, self.ep_rank = transport.size, transport.rank
         self.moves = _moves(fused)
-        self._reader: torch.cuda.Stream | None = None
 
     def route(self, experts_TK: Tensor) -> AllToAllExchange:
         return AllToAllExchange(self, experts_TK)
-
-    def all_to_all(self, out: Tensor, inp: Tensor, out_splits: list[int] | None, in_splits: list[int] | None):
-        """Start an exchange of rows; the result has a `wait()`."""
-        return dist.all_to_all_single(out, inp, out_splits, in_splits, group=self.group, async_op=True)
-
-    def reader(self) -> torch.cuda.Stream:
-        """The stream on which counts travel to the host, so that the compute stream never waits for them."""
-        if self._reader is None:
-            self._reader = torch.cuda.Stream()
-        return self._reader
 
 
 def _moves(fused: bool) -> ModuleType:
@@ -106,7 +122,7 @@ class AllToAllExchange(Exchange):
         received = self._arena.wait_at_experts()
         moves, wire = self.dispatcher.moves, self.wire
         self.pos_RK, weights_P, offsets_L = moves.index_rows(
-            wire.experts(received), wire.weights(received), self.received_WC, self.num_pairs
+            wire.experts(received), wire.weights(received), self.received_WC, self.num_pairs, self.dispatcher.ep_rank
         )
         rows_PD = received.new_empty(self.num_pairs * wire.hidden * wire.dtype.itemsize).view(wire.dtype)
         rows_PD = moves.scatter_rows(wire.tokens(received), self.pos_RK, rows_PD.view(self.num_pairs, wire.hidden))
@@ -144,19 +160,13 @@ class AllToAllExchange(Exchange):
     # -- backward of dispatch
 
     def launch_dispatch_grad(self, grad_PD: Tensor, grad_P: Tensor) -> None:
-        wire, moves = self.wire, self.dispatcher.moves
-        self._grad_arena = _Arena(self, wire.grad_row_bytes, torch.uint8, grad_PD.device)
-        rows = self._grad_arena.receive
-        moves.gather_sum(grad_PD, self.pos_RK, wire.tokens(rows))
-        moves.gather_slots(grad_P, self.pos_RK, wire.weights(rows))
+        self._grad_arena = _Arena(self, self.wire.grad_row_bytes, torch.uint8, grad_PD.device)
+        self.dispatcher.moves.gather_grads(grad_PD, grad_P, self.pos_RK, self._grad_arena.receive, self.wire)
         self._grad_arena.launch_to_tokens()
 
     def wait_dispatch_grad(self) -> tuple[Tensor, Tensor]:
-        wire, moves = self.wire, self.dispatcher.moves
         sent = self._grad_arena.wait_at_tokens()
-        grad_TD = torch.empty(self.token_shape[0], wire.hidden, dtype=wire.dtype, device=sent.device)
-        moves.gather_sum(wire.tokens(sent), self.first_TK, grad_TD)
-        grad_TK = moves.read_slots(wire.weights(sent), self.row_TK).view(self.token_shape)
+        grad_TD, grad_TK = self.dispatcher.moves.read_grads(sent, self.first_TK, self.row_TK, self.wire)
         del self._grad_arena
         return grad_TD, grad_TK
 
@@ -181,6 +191,12 @@ class AllToAllExchange(Exchange):
             )
 
 
+@cache
+def _reader(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which counts travel to the host, so that the compute stream never waits for them."""
+    return torch.cuda.Stream(device)
+
+
 class _CountsOnTheirWay:
     """Counts travel to the peers and to the host while the compute stream goes on."""
 
@@ -189,11 +205,11 @@ class _CountsOnTheirWay:
         self.cuda = sent_WC.is_cuda
         self.work = None
         if dispatcher.ep_size > 1:
-            self.work = dispatcher.all_to_all(self.received_WC, sent_WC, None, None)
+            self.work = dispatcher.transport.all_to_all(self.received_WC, sent_WC)
         else:
             self.received_WC = sent_WC
         if self.cuda:
-            reader = dispatcher.reader()
+            reader = _reader(sent_WC.device)
             reader.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(reader):
                 if self.work is not None:
@@ -245,7 +261,7 @@ class _Arena:
 
     def _launch(self, out: Tensor, inp: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
         if self.exchange.dispatcher.ep_size > 1:
-            self._work = self.exchange.dispatcher.all_to_all(out, inp, out_splits, in_splits)
+            self._work = self.exchange.dispatcher.transport.all_to_all(out, inp, out_splits, in_splits)
 
     def _wait(self, rows: Tensor) -> Tensor:
         if self._work is not None:

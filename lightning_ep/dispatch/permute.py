@@ -8,6 +8,7 @@ backward of a move is the other move with the same table. No atomics anywhere: r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,21 +30,23 @@ class Wire:
     def weight_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    @property
-    def _token_bytes(self) -> int:
+    @cached_property
+    def weights_at(self) -> int:
+        """Byte of a row where its weights begin."""
         return _padded(self.hidden * self.dtype.itemsize)
 
-    @property
-    def _weight_bytes(self) -> int:
-        return self.slots * self.weight_dtype.itemsize
+    @cached_property
+    def experts_at(self) -> int:
+        """Byte of a row where its expert ids begin."""
+        return self.weights_at + self.slots * self.weight_dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        return _padded(self._token_bytes + self._weight_bytes + self.slots * 4)
+        return _padded(self.experts_at + self.slots * 4)
 
     @property
     def grad_row_bytes(self) -> int:
-        return _padded(self._token_bytes + self._weight_bytes)
+        return _padded(self.experts_at)
 
     def tokens(self, rows: Tensor) -> Tensor:
         """`[N, D]` view of the tokens in `[N, bytes]` rows."""
@@ -51,12 +54,11 @@ class Wire:
 
     def weights(self, rows: Tensor) -> Tensor:
         """`[N, K]` view of the weights (or their gradients)."""
-        return rows[:, self._token_bytes : self._token_bytes + self._weight_bytes].view(self.weight_dtype)
+        return rows[:, self.weights_at : self.experts_at].view(self.weight_dtype)
 
     def experts(self, rows: Tensor) -> Tensor:
         """`[N, K]` int32 view of the local expert ids."""
-        start = self._token_bytes + self._weight_bytes
-        return rows[:, start : start + self.slots * 4].view(torch.int32)
+        return rows[:, self.experts_at : self.experts_at + self.slots * 4].view(torch.int32)
 
 
 def _padded(num_bytes: int) -> int:
@@ -137,13 +139,15 @@ def resolve_rows(
 
 
 def index_rows(
-    local_RK: Tensor, weights_RK: Tensor, counts_WC: Tensor, num_pairs: int
+    local_RK: Tensor, weights_RK: Tensor, counts_WC: Tensor, num_pairs: int, ep_rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort (received row, local expert) pairs by expert, rows of one expert in the order received.
 
     Args:
         local_RK: int32 local expert ids, -1 where the slot belongs to another rank.
-        counts_WC: int32, as received from each rank (`plan_rows`); its tokens add up to `num_pairs` (P).
+        counts_WC: int32, as received from each rank (`plan_rows`); its rows add up to R, its tokens to `num_pairs` (P).
+        ep_rank: this rank, whose rows come first; those of the others follow in order. Kernels look at every rank's
+            rows at the same time.
 
     Returns:
         pos_RK: int32 place of each pair, -1 for none. weights_P: its weight. offsets_L: int32 ends of the experts' rows.
@@ -194,3 +198,16 @@ def read_slots(src_SK: Tensor, row_TK: Tensor) -> Tensor:
     if src_SK.shape[0] == 0:
         return src_SK.new_zeros(row_TK.shape)
     return src_SK[row_TK.long(), torch.arange(row_TK.shape[1], device=row_TK.device)]
+
+
+def gather_grads(grad_PD: Tensor, grad_P: Tensor, pos_RK: Tensor, rows: Tensor, wire: Wire) -> None:
+    """Fill `rows` (`[R, wire.grad_row_bytes]`) with the gradients of the tokens (summed) and of their weights."""
+    gather_sum(grad_PD, pos_RK, wire.tokens(rows))
+    gather_slots(grad_P, pos_RK, wire.weights(rows))
+
+
+def read_grads(rows: Tensor, first_TK: Tensor, row_TK: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:
+    """Gradients of the tokens, `[T, D]`, and of their weights, shaped as `first_TK`, from the rows that came back."""
+    grad_TD = torch.empty(first_TK.shape[0], wire.hidden, dtype=wire.dtype, device=rows.device)
+    gather_sum(wire.tokens(rows), first_TK, grad_TD)
+    return grad_TD, read_slots(wire.weights(rows), row_TK).view(first_TK.shape)

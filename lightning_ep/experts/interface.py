@@ -67,7 +67,9 @@ class FoundExperts:
     def describe(self) -> str:
         shapes = ", ".join(f"{n} {tuple(getattr(self.module, n).shape)}" for n in self.sharded)
         how = "grouped GEMM" if self.layout else "own forward"
-        return f"{self.name or '(the model)'}: {type(self.module).__name__}, {self.num_experts} experts, {how}; {shapes}"
+        return (
+            f"{self.name or '(the model)'}: {type(self.module).__name__}, {self.num_experts} experts, {how}; {shapes}"
+        )
 
 
 def find_experts(model: nn.Module, required: bool = True) -> list[FoundExperts]:
@@ -142,7 +144,9 @@ def _has_experts_call(module: nn.Module) -> bool:
     if len(names) != 3:
         return False
     indices, weights = names[1:]
-    return any(s in indices for s in ("ind", "idx", "expert")) and any(s in weights for s in ("weight", "score", "prob"))
+    return any(s in indices for s in ("ind", "idx", "expert")) and any(
+        s in weights for s in ("weight", "score", "prob")
+    )
 
 
 def _refuse_unknown(name: str, module: nn.Module, stacked: list[nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_ep.config import EPConfig
 from lightning_ep.dispatch import make_dispatcher
+from lightning_ep.dispatch.alltoall import GroupTransport, Transport
 from lightning_ep.experts.interface import FoundExperts, find_experts
 from lightning_ep.experts.parallel import ExpertParallel, install, shard_experts
 from lightning_ep.experts.wgrad import WeightGradQueue
@@ -18,10 +19,13 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class ParallelModel:
-    """The experts of one model, spread over an EP group."""
+    """The experts of one model, spread over an EP group, their tokens carried by `transport` (the group itself)."""
 
-    def __init__(self, model: nn.Module, config: EPConfig, mesh: ExpertMesh) -> None:
+    def __init__(
+        self, model: nn.Module, config: EPConfig, mesh: ExpertMesh, transport: Transport | None = None
+    ) -> None:
         self.model, self.config, self.mesh = model, config, mesh
+        self.transport = transport or GroupTransport(mesh.ep_group)
         self.queue = WeightGradQueue()
         self.experts: list[FoundExperts] = []
 
@@ -36,7 +40,10 @@ class ParallelModel:
             shard_experts(found, self.mesh)
             install(found, self._expert_parallel(layer, found))
         sharded = self.expert_tensors()
-        names = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False)]
+        names = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ]
         ignored = {name for name, tensor in names if tensor in sharded}
         # Rank 0's experts must not overwrite the other ranks' in the initial broadcast.
         setattr(self.model, _IGNORED, sorted({*getattr(self.model, _IGNORED, ()), *ignored}))
@@ -49,7 +56,7 @@ class ParallelModel:
             layout=found.layout,
             own_forward=type(found.module).forward,
             dispatcher=make_dispatcher(
-                self.config, found.num_experts, self.mesh.ep_group, layer, after_dispatch_grad=self.queue.flush
+                self.config, found.num_experts, self.transport, layer, after_dispatch_grad=self.queue.flush
             ),
             queue=self.queue if self.config.delay_wgrad_compute else None,
             force_load_balancing=self.config.moe_router_force_load_balancing,
@@ -87,7 +94,9 @@ class ParallelModel:
         allocated: dict[Tensor, Tensor] = {}
         owners = []
         for name, module in self.model.named_modules():
-            on_meta = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta]
+            on_meta = [
+                t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta
+            ]
             if not on_meta:
                 continue
             owners.append((name, module))
