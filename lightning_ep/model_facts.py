@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_ep.experts.interface import inspect_experts
+
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 _MTP_LAYERS = (
     "num_nextn_predict_layers",
@@ -153,11 +155,14 @@ def _config(model: nn.Module) -> Any:
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Name and number of experts of every module that holds its experts as 3-D parameters [E, ., .]."""
+    """Name and number of experts (of all ranks) of every experts module."""
     for name, module in model.named_modules():
-        weights = (module._parameters.get(key) for key in ("gate_up_proj", "up_proj", "down_proj"))
-        if sizes := [weight.shape[0] for weight in weights if weight is not None and weight.dim() == 3]:
-            yield name, sizes[0]
+        try:
+            found = inspect_experts(name, module)
+        except ValueError:
+            continue  # an unknown layout, which the strategy refuses when it cuts the experts
+        if found is not None:
+            yield name, found.num_experts
 
 
 def _biases(model: nn.Module, experts: Mapping[str, int]) -> dict[str, str | None]:

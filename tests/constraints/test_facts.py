@@ -148,11 +148,20 @@ class OwnExperts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 8, 4))
         self.down_proj = nn.Parameter(torch.empty(experts, 4, 4))
 
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        raise NotImplementedError  # only looked at
+
 
 def test_own_experts_are_counted_without_a_config() -> None:
     facts = facts_of(nn.Sequential(OwnExperts(8), OwnExperts(12)), expert_model_parallel_size=8)
     assert facts.num_moe_experts == 4  # what both can be divided by
     assert "experts-divisible" in {v.id for v in check(facts)}
+
+
+def test_experts_that_are_cut_already_count_as_all_of_them() -> None:
+    cut = OwnExperts(2)
+    cut._ep_num_experts = 8  # what the strategy leaves on a module of which this rank holds a quarter
+    assert facts_of(cut, expert_model_parallel_size=4).num_moe_experts == 8
 
 
 def test_trainer_facts_need_no_process_group() -> None:
