@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_ep import checkpoint
 from lightning_ep.config import EPConfig, ExpertsImplementation, OverlapSchedule
+from lightning_ep.dispatch.alltoall import Transport
 from lightning_ep.experts.model import ParallelModel
 from lightning_ep.gradients import AgreeingGradScaler, GradientReducer, global_grad_norm
 from lightning_ep.mesh import ExpertMesh, build_mesh
@@ -98,10 +99,17 @@ class EPOverlapStrategy(DDPStrategy):
         super().setup_environment()
         # A model that exists already is cut here: callbacks that copy it in their setup must see local experts.
         if self.mesh is None:
-            self.mesh = build_mesh(self.config.expert_model_parallel_size, self.root_device.type, self._timeout)
+            self.mesh = self._build_mesh()
         assert self.lightning_module is not None
-        self.parallel = ParallelModel(self.lightning_module, self.config, self.mesh)
+        self.parallel = ParallelModel(self.lightning_module, self.config, self.mesh, self._transport())
         self.parallel.shard(required=False)
+
+    def _build_mesh(self) -> ExpertMesh:
+        return build_mesh(self.config.expert_model_parallel_size, self.root_device.type, self._timeout)
+
+    def _transport(self) -> Transport | None:
+        """What carries tokens instead of the EP group."""
+        return None
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -127,7 +135,15 @@ class EPOverlapStrategy(DDPStrategy):
         self.parallel.sync_expert_replicas()
         dense, experts = self.parallel.trainable()
         self._reducer = GradientReducer(dense, experts, self.mesh, self._ddp_kwargs.get("bucket_cap_mb") or 25)
-        self._schedule = OneFOneB() if self.config.overlap_moe_expert_parallel_comm else None
+        self.use_overlap(self.config.overlap_moe_expert_parallel_comm, self.config.delay_wgrad_compute)
+
+    def use_overlap(self, overlap: bool, delay_wgrad: bool) -> None:
+        """Switch overlap and delayed weight gradients between accumulation windows; for matched comparisons in one run."""
+        assert self.parallel is not None
+        if self._schedule is not None:
+            self._schedule.close()
+        self._schedule = OneFOneB() if overlap else None
+        self.parallel.delay_wgrad(delay_wgrad)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()

@@ -20,4 +20,6 @@ def qwen3_30b_a3b(num_layers: int, vocab_size: int = 1024, **overrides: Any) -> 
         num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
         intermediate_size=6144, norm_topk_prob=True, use_cache=False, **overrides,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(torch.get_default_dtype())
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(
+        torch.get_default_dtype()
+    )

@@ -62,6 +62,11 @@ class ParallelModel:
             force_load_balancing=self.config.moe_router_force_load_balancing,
         )
 
+    def delay_wgrad(self, delay: bool) -> None:
+        """Whether the experts' weight gradients wait in the queue."""
+        for found in self.experts:
+            found.module._expert_parallel.queue = self.queue if delay else None
+
     def expert_tensors(self) -> set[Tensor]:
         """Parameters and buffers of which this rank holds its share."""
         return {getattr(found.module, name) for found in self.experts for name in found.sharded}
