@@ -14,6 +14,7 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 from rich.console import Console
@@ -55,7 +56,9 @@ def validate(run: RunConfig, stated: Mapping[str, str]) -> tuple[list[Violation]
     Raises:
         ValueError: for a statement that is no fact or no value of it.
     """
-    gathered, notes = config_facts_of(run)
+    # What a user's model prints while it is built must not get into --json.
+    with redirect_stdout(sys.stderr):
+        gathered, notes = config_facts_of(run)
     facts = state_facts(_make_room(gathered, run, stated), stated)
     if {"moe_flex_dispatcher_backend", "moe_token_dispatcher_type"} <= stated.keys():
         kind, backend, note = settle_dispatcher(facts.moe_token_dispatcher_type, facts.moe_flex_dispatcher_backend)

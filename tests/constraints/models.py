@@ -28,6 +28,7 @@ class TinyQwen(pl.LightningModule):
             num_nextn_predict_layers=mtp_layers,
         )
         self.recompute = recompute
+        print("a model that talks")
         if not late:
             self.build()
 
