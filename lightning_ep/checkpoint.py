@@ -1,21 +1,404 @@
-"""Sharded save and load (placeholder until the full module lands in the next commit)."""
+"""Checkpoints of a model whose experts are spread over ranks: each rank writes and reads its own experts.
+
+Only while saving and loading, experts and their optimizer moments are DTensors `[Replicate, Shard(0)]` on the
+("edp", "ep") mesh, so a checkpoint is the same whatever the EP and world size, and loads at any other, or into one
+process without any strategy. Optimizer states are keyed by parameter names. Everything that is not a tensor of a model
+or an optimizer is saved by rank 0, as far as it can be loaded again without executing code.
+
+Host memory while loading, beside the model: this rank's share of model and optimizer, once.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from lightning_ep import storage
+from lightning_ep.mesh import ExpertMesh
+from lightning_ep.plain_values import plain
+from lightning_ep.storage import Key
+
+if TYPE_CHECKING:
+    from lightning_ep.strategy import EPOverlapStrategy
+
+_LOST = "lightning_ep_not_saved"
 
 
-def module_state(strategy: Any) -> dict[str, Any]:
-    return strategy.lightning_module.state_dict()
+# -- for everybody
 
 
-def optimizer_state(strategy: Any, optimizer: Any) -> dict[str, Any]:
-    return optimizer.state_dict()
+def load_full_state_dict(path: str | os.PathLike) -> dict[str, Tensor]:
+    """The model's weights of a checkpoint, experts whole, on the CPU, in one process without strategy or process group.
+
+    Args:
+        path: a sharded checkpoint directory, or a single file.
+
+    Returns names as in the LightningModule's `state_dict()`. Raises ValueError naming the file that is damaged.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return storage.load_file(path)["state_dict"]
+    metadata = storage.read_metadata(path)
+    return storage.read_tensors(path, metadata, lambda key: key[0] == "state_dict", _empty)["state_dict"]
 
 
-def save(strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-    raise NotImplementedError
+def consolidate_checkpoint(directory: str | os.PathLike, file: str | os.PathLike) -> None:
+    """Turn a sharded checkpoint into one file, as Lightning's single-device strategy would have written it.
+
+    `Trainer(strategy="auto").fit(ckpt_path=file)`, `LightningModule.load_from_checkpoint(file)` and this package's
+    strategy load it. Runs in one process and holds model and optimizer whole in host memory. `file` appears at once.
+    """
+    directory = Path(directory)
+    metadata = storage.read_metadata(directory)
+    checkpoint = storage.read_meta(directory, metadata)
+    _merge(checkpoint, _with_optimizers(storage.read_tensors(directory, metadata, lambda key: True, _empty)))
+    checkpoint.pop(_LOST, None)
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [_numbered(state) for state in checkpoint["optimizer_states"]]
+    storage.write_file(checkpoint, Path(file))
 
 
-def load(strategy: Any, path: Any, fitting: bool) -> dict[str, Any]:
-    raise NotImplementedError
+def _empty(key: Key, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype)
+
+
+# -- for the strategy
+
+
+def save(
+    strategy: EPOverlapStrategy, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
+) -> None:
+    """Write Lightning's checkpoint of this rank as its part of the sharded one at `filepath`. Collective.
+
+    Raises RuntimeError on every rank when any failed; a checkpoint that was at `filepath` before is then unchanged.
+    """
+    if storage_options is not None:
+        raise TypeError("EPOverlapStrategy writes sharded checkpoints and takes no storage_options")
+    target, token = strategy.broadcast((os.fspath(filepath), storage.new_token()))
+    if "://" in target:
+        raise ValueError(f"checkpoint path {target!r} is remote; use a directory on a file system that all ranks share")
+    shares = _Shares(strategy)
+    rest = dict(checkpoint)
+    optimizers = rest.pop("optimizer_states", None)
+    tensors = shares.take_models(rest)
+    if optimizers is not None:
+        rest["optimizer_states"] = []
+        for i, state in enumerate(optimizers):
+            tensors[f"optimizer_{i}"], kept = shares.take_optimizer(state)
+            rest["optimizer_states"].append(kept)
+    meta = rest
+    if strategy.is_global_zero:
+        meta, lost = plain(rest)
+        meta[_LOST] = lost
+        if lost:
+            rank_zero_warn(f"not saved in {target}, since loading them would execute code: {', '.join(lost)}")
+    storage.write(Path(os.path.abspath(target)), tensors, meta, token)
+
+
+def load(strategy: EPOverlapStrategy, path: str | os.PathLike, fitting: bool) -> dict[str, Any]:
+    """Lightning's checkpoint with this rank's experts, from a sharded one or a single file. Collective.
+
+    Args:
+        path: whatever EP and world size it was written with, with this package's strategy or a plain one.
+        fitting: whether to read optimizer states.
+
+    Raises ValueError or FileNotFoundError, on every rank, naming the file.
+    """
+    path = Path(strategy.broadcast(os.fspath(path)))
+    checkpoint, failure = None, None
+    try:
+        checkpoint = _Shares(strategy).read(path, strategy.optimizers if fitting else None)
+    except Exception as e:
+        failure = e
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+    assert checkpoint is not None
+    if lost := checkpoint.pop(_LOST, None):
+        rank_zero_warn(f"{path} was saved without {', '.join(lost)}")
+    return checkpoint
+
+
+def remove(strategy: EPOverlapStrategy, path: str | os.PathLike) -> None:
+    """Remove a checkpoint, directory or file."""
+    if strategy.is_global_zero:
+        storage.remove(Path(path))
+
+
+def optimizer_state(strategy: EPOverlapStrategy, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` with parameters' names in place of their numbers."""
+    if isinstance(optimizer, LightningOptimizer):
+        optimizer = optimizer._optimizer
+    state = optimizer.state_dict()
+    names = list(_names(strategy.lightning_module, optimizer))
+    return {
+        **state,
+        "state": {names[k] if isinstance(k, int) else k: v for k, v in state["state"].items()},
+        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+    }
+
+
+def optimizer_states_to_load(strategy: EPOverlapStrategy, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each optimizer's `load_state_dict` takes: parameters by number, in this optimizer's order.
+
+    Raises ValueError when the checkpoint's optimizers have other parameters, naming them.
+    """
+    saved = checkpoint["optimizer_states"]
+    if len(saved) != len(strategy.optimizers):
+        raise ValueError(f"the checkpoint has {len(saved)} optimizers, the module has {len(strategy.optimizers)}")
+    return [
+        _numbered(state, list(_grouped_names(strategy.lightning_module, optimizer)), f"optimizer {i}")
+        for i, (optimizer, state) in enumerate(zip(strategy.optimizers, saved, strict=True))
+    ]
+
+
+class _Shares:
+    """Which tensors of a checkpoint are experts, and this rank's share of them."""
+
+    def __init__(self, strategy: EPOverlapStrategy) -> None:
+        assert strategy.parallel is not None and strategy.mesh is not None
+        self.mesh: ExpertMesh = strategy.mesh
+        module = strategy.lightning_module
+        totals = {getattr(f.module, n): f.num_experts for f in strategy.parallel.experts for n in f.sharded}
+        self.totals: dict[Tensor, int] = totals
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self.experts = {name: tensor for name, tensor in tensors if tensor in totals}
+        self.parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        self.is_first = strategy.is_global_zero
+        self._meshes: dict[str, DeviceMesh] = {}
+
+    def expert(self, name: Any) -> Tensor | None:
+        """The expert tensor that a name means, in this module or inside a wrapper, which puts a prefix in front."""
+        if name in self.experts:
+            return self.experts[name]
+        found = [n for n in self.experts if isinstance(name, str) and name.endswith(f".{n}")]
+        return self.experts[max(found, key=len)] if found else None
+
+    # -- saving
+
+    def take_models(self, values: dict[str, Any], path: Key = ()) -> dict[str, Any]:
+        """Move the model states anywhere in `values` out into the result, in nested dicts.
+
+        A dict that holds experts by name is one: the module's own, and those of callbacks such as weight averaging.
+        """
+        taken: dict[str, Any] = {}
+        for key, value in values.items():
+            if not isinstance(value, Mapping):
+                continue
+            if (not path and key == "state_dict") or any(self.expert(k) is not None for k in value):
+                tensors = {k: v for k, v in value.items() if isinstance(v, Tensor)}
+                taken[key] = {k: w for k, v in tensors.items() if (w := self._wrapped(k, v)) is not None}
+                values[key] = {k: v for k, v in value.items() if not isinstance(v, Tensor)}
+            else:
+                values[key] = inner = dict(value)
+                if deeper := self.take_models(inner, (*path, key)):
+                    taken[key] = deeper
+                else:
+                    values[key] = value
+        return taken
+
+    def _wrapped(self, name: str, tensor: Tensor) -> Tensor | None:
+        expert = self.expert(name)
+        if expert is not None and tensor.dim() and tensor.shape[0] == expert.shape[0]:
+            return self._dtensor(tensor)
+        # Buffers may differ between ranks; Lightning saves rank 0's.
+        return tensor.detach() if self.is_first or name in self.parameters else None
+
+    def take_optimizer(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(tensors, the rest) of an optimizer's state that is keyed by names."""
+        tensors: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for name, entries in state["state"].items():
+            if not isinstance(entries, Mapping):
+                rest[name] = entries
+                continue
+            for key, value in entries.items():
+                if not isinstance(value, Tensor):
+                    rest.setdefault(name, {})[key] = value
+                elif (expert := self.experts.get(name)) is None or value.dim() == 0:
+                    tensors.setdefault(name, {})[key] = value
+                elif _follows(expert, value):
+                    tensors.setdefault(name, {})[key] = self._dtensor(value)
+                else:
+                    raise ValueError(
+                        f"the optimizer's state {key!r} of the experts {name!r} has the shape {tuple(value.shape)} and "
+                        f"cannot be divided by experts as the parameter {tuple(expert.shape)} can; use an optimizer "
+                        "whose states have the parameter's shape"
+                    )
+        return {"state": tensors}, {**state, "state": rest}
+
+    def _dtensor(self, local: Tensor) -> DTensor:
+        mesh = self._mesh(local.device.type)
+        return DTensor.from_local(local.detach(), mesh, [Replicate(), Shard(0)], run_check=False)
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh for tensors of this device: nothing is communicated, and DTensor must not move them."""
+        if device_type not in self._meshes:
+            mesh = self.mesh
+            self._meshes[device_type] = (
+                mesh.device_mesh
+                if device_type == mesh.device_mesh.device_type
+                else DeviceMesh.from_group(
+                    [mesh.edp_group, mesh.ep_group],
+                    device_type,
+                    mesh=mesh.device_mesh.mesh,
+                    mesh_dim_names=("edp", "ep"),
+                )
+            )
+        return self._meshes[device_type]
+
+    # -- loading
+
+    def read(self, path: Path, optimizers: list[Optimizer] | None) -> dict[str, Any]:
+        if path.is_dir():
+            metadata = storage.read_metadata(path)
+            checkpoint = storage.read_meta(path, metadata)
+            everything = optimizers is not None
+            tensors = storage.read_tensors(
+                path, metadata, lambda key: everything or not _is_optimizer(key[0]), self._into
+            )
+            _merge(checkpoint, _with_optimizers(_local(tensors)))
+        else:
+            checkpoint = storage.load_file(path, mmap=True)
+            states = checkpoint.pop("optimizer_states", None)
+            checkpoint = self._cut(checkpoint)
+            if states is not None and optimizers is not None:
+                same = len(states) == len(optimizers)  # else it is refused when it is loaded
+                pairs = zip(states, optimizers, strict=True) if same else ()
+                checkpoint["optimizer_states"] = [self._cut_optimizer(*pair) for pair in pairs]
+        if not isinstance(checkpoint.get("state_dict"), dict):
+            raise ValueError(f"{path} is not a checkpoint of Lightning: it has no state_dict")
+        if optimizers is None:
+            checkpoint.pop("optimizer_states", None)
+        return checkpoint
+
+    def _into(self, key: Key, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        is_optimizer = _is_optimizer(key[0])
+        expert = self.experts.get(key[2]) if is_optimizer and len(key) == 4 else self.expert(key[-1])
+        total = self.totals[expert] if expert is not None else 0
+        if expert is None or not size or size[0] != total:
+            return torch.empty(size, dtype=dtype)
+        if is_optimizer and not _follows(expert, torch.empty((expert.shape[0], *size[1:]), device="meta")):
+            return torch.empty(size, dtype=dtype)
+        return self._dtensor(torch.empty((expert.shape[0], *size[1:]), dtype=dtype))
+
+    def _cut(self, value: Any, name: Any = None) -> Any:
+        """A single file's contents, experts found by name cut; its tensors are copied out of the mapped file."""
+        if isinstance(value, Mapping):
+            return type(value)((k, self._cut(v, k)) for k, v in value.items())
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(self._cut(v) for v in value)
+        if not isinstance(value, Tensor):
+            return value
+        expert = self.expert(name)
+        return (self._share(value, self.totals[expert]) if expert is not None else value).clone()
+
+    def _cut_optimizer(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+        def cut(parameter: Tensor | None, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            total = self.totals.get(parameter, 0)
+            whole = parameter is not None and torch.empty((total, *parameter.shape[1:]), device="meta")
+            return (self._share(value, total) if total and _follows(whole, value) else value).clone()
+
+        cut_states = {
+            number: {key: cut(parameters.get(number), value) for key, value in entries.items()}
+            for number, entries in state["state"].items()
+        }
+        return {**state, "state": cut_states}
+
+    def _share(self, tensor: Tensor, total: int) -> Tensor:
+        return tensor[self.mesh.local_experts(total)] if tensor.dim() and tensor.shape[0] == total else tensor
+
+
+def _follows(parameter: Tensor, state: Tensor) -> bool:
+    """Whether an optimizer's state is divided by experts as the parameter is: the same shape, or factors of it."""
+    return state.shape == parameter.shape or (state.dim() >= 2 and state.shape[0] == parameter.shape[0])
+
+
+def _is_optimizer(key: str | int) -> bool:
+    return str(key).startswith("optimizer_")
+
+
+def _with_optimizers(tensors: dict[str, Any]) -> dict[str, Any]:
+    """`optimizer_0`, `optimizer_1` (the names on disk, Lightning's) as the list that Lightning's checkpoint has."""
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in tensors if _is_optimizer(key))
+    states = {i: tensors.pop(f"optimizer_{i}") for i in numbers}
+    return {**tensors, "optimizer_states": states} if states else tensors
+
+
+def _merge(values: Any, tensors: dict) -> None:
+    """Put nested tensors back where they were taken from."""
+    for key, value in tensors.items():
+        if isinstance(value, dict):
+            if isinstance(values, dict):
+                values.setdefault(key, {})
+            _merge(values[key], value)
+        else:
+            values[key] = value
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _local(v) for k, v in value.items()}
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+# -- parameters of optimizers by name
+
+
+def _grouped_names(module: nn.Module, optimizer: Optimizer) -> Iterator[list[str]]:
+    """Names of each group's parameters; one that the module does not hold is called after its place."""
+    names = {p: name for name, p in module.named_parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        yield [names.get(p, f"group {g}, parameter {i}") for i, p in enumerate(group["params"])]
+
+
+def _names(module: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    for group in _grouped_names(module, optimizer):
+        yield from group
+
+
+def _numbered(state: dict[str, Any], names: list[list[str]] | None = None, what: str = "optimizer") -> dict[str, Any]:
+    """A state keyed by names as `load_state_dict` takes it: numbered in the order of `names`, or of its own groups.
+
+    A state that has numbers already is returned as it is.
+    """
+    saved = [list(group["params"]) for group in state["param_groups"]]
+    if not any(isinstance(name, str) for group in saved for name in group):
+        return state
+    names = saved if names is None else names
+    if [sorted(group) for group in saved] != [sorted(group) for group in names]:
+        have, want = ({n for group in groups for n in group} for groups in (saved, names))
+        raise ValueError(
+            f"{what} has other parameters than the checkpoint's: missing in the checkpoint {sorted(want - have)}, "
+            f"unexpected {sorted(have - want)}, groups of {[len(g) for g in saved]} parameters there and "
+            f"{[len(g) for g in names]} here"
+        )
+    numbers = {name: i for i, name in enumerate(name for group in names for name in group)}
+    groups = [
+        {**group, "params": [numbers[n] for n in here]}
+        for group, here in zip(state["param_groups"], names, strict=True)
+    ]
+    return {
+        **state,
+        "state": {numbers.get(name, name): entries for name, entries in state["state"].items()},
+        "param_groups": groups,
+    }

@@ -226,14 +226,7 @@ class EPOverlapStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # weights go straight into the shards
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return False  # load_checkpoint restores it, by name
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return checkpoint.module_state(self)
+        return True  # only then it is known which experts this rank reads
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return checkpoint.optimizer_state(self, optimizer)
@@ -242,13 +235,14 @@ class EPOverlapStrategy(DDPStrategy):
         checkpoint.save(self, checkpoint_, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Code in a checkpoint is never executed, whatever `weights_only` says."""
         return checkpoint.load(self, checkpoint_path, fitting=self._is_fitting())
 
-    def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
-        """Done by `load_checkpoint`."""
-
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
-        """Done by `load_checkpoint`."""
+        super().load_optimizer_state_dict({"optimizer_states": checkpoint.optimizer_states_to_load(self, checkpoint_)})
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        checkpoint.remove(self, filepath)
 
     def _is_fitting(self) -> bool:
         assert self.lightning_module is not None
