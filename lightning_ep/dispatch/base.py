@@ -35,6 +35,9 @@ from lightning_ep.schedule.turns import BACKWARD, FORWARD, hand_over
 # Called with (leg, layer, launched_at, waited_at), in seconds of perf_counter, after each wait.
 exchange_observers: list[Callable[[str, int, float, float], None]] = []
 
+# Called with (layer, tokens of each local expert) in every forward, once the rows have arrived.
+routing_observers: list[Callable[[int, list[int]], None]] = []
+
 
 @dataclass(frozen=True)
 class ExpertRows:
@@ -107,6 +110,8 @@ def dispatch(exchange: Exchange, x_TD: Tensor, weights_TK: Tensor) -> ExpertRows
     hand_over(FORWARD)
     arrived: list[ExpertRows] = []
     rows_PD, weights_P = _WaitDispatch.apply(exchange, ticket, arrived)
+    for observe in routing_observers:
+        observe(exchange.layer, arrived[0].tokens_per_expert)
     return ExpertRows(rows_PD, weights_P, arrived[0].offsets_L, arrived[0].tokens_per_expert)
 
 
