@@ -132,9 +132,10 @@ def _resolve_rows(
     ids = tl.load(experts + s, mask=inside, other=0)
     dest = tl.minimum(tl.maximum(ids, 0), E - 1).to(tl.int32) // L
     row = tl.load(rank + s, mask=inside, other=0)
+    # Own rows come last.
+    order = tl.where(dest == ep_rank, W, dest)
     for w in range(W):
-        size = tl.load(counts + w * C + ROWS)
-        row += tl.where((w != ep_rank) & ((w < dest) | (dest == ep_rank)), size, 0)
+        row += tl.where(order > tl.where(w == ep_rank, W, w), tl.load(counts + w * C + ROWS), 0)
 
     j = tl.arange(0, PADDED_K)[None, :]
     inside_j = inside[:, None] & (j < K)
@@ -189,7 +190,7 @@ def _index_rows(
     w = tl.arange(0, PADDED_W)
     l = tl.arange(0, PADDED_L)
     # Own rows come first, then those of the other ranks in order.
-    before = (w < W) & (w != source) & ((w == ep_rank) | ((source != ep_rank) & (w < source)))
+    before = (w < W) & (tl.where(w == ep_rank, -1, w) < tl.where(source == ep_rank, -1, source))
     num_rows = tl.load(counts + source * C + ROWS)
     first_row = tl.sum(tl.load(counts + w * C + ROWS, mask=before, other=0))
     tokens_WL = tl.load(
@@ -210,7 +211,7 @@ def _index_rows(
         weight = tl.load(weights + row * WEIGHT_STRIDE + slot % K, mask=hit, other=0)
         tl.store(weights_out + pos, weight, mask=hit)
         # The first expert's programs also mark the slots that belong to no expert here.
-        none = inside & (ids < 0) & (expert == 0)
+        none = inside & (ids + expert == -1)
         tl.store(pos_out + row * K + slot % K, tl.where(hit, pos, -1), mask=hit | none)
         place += tl.sum(hit.to(tl.int32))
 
@@ -239,7 +240,7 @@ def _scatter_rows(
     x = tl.load(src + n * SRC_STRIDE + d, mask=d < D, other=0).to(out.dtype.element_ty)
     for j in tl.static_range(J):
         m = tl.load(pos + n * J + j).to(tl.int64)
-        tl.store(out + m * OUT_STRIDE + d, x, mask=(d < D) & (m >= 0))
+        tl.store(out + m * OUT_STRIDE + d, x, mask=d < tl.where(m >= 0, D, 0))
 
 
 def gather_sum(src_MD: Tensor, pos_NJ: Tensor, out_ND: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ def _sum_of_places(
     total = tl.zeros((BLOCK,), DTYPE)
     for j in tl.static_range(J):
         m = tl.load(places + j).to(tl.int64)
-        total += tl.load(src + m * STRIDE + d, mask=(d < D) & (m >= 0), other=0).to(DTYPE)
+        total += tl.load(src + m * STRIDE + d, mask=d < tl.where(m >= 0, D, 0), other=0).to(DTYPE)
     return total
 
 
