@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_ep.profiling.intervals import Intervals, clip, difference, intersection, measure, union
 from lightning_ep.profiling.kernels import COMPUTE, GEMM_AND_ATTENTION, Category, KernelTable
 
-_MS = 1e-6  # nanoseconds to milliseconds
+_NS_PER_MS = 1e6
 _SHOWN_NAMES = 8
 
 
@@ -81,19 +81,19 @@ def overlap_report(table: KernelTable) -> OverlapReport:
         rank=table.rank,
         device=table.device,
         step_count=len(table.steps),
-        span_ms=span * _MS,
-        comm_ms=total * _MS,
-        hidden_ms=hidden * _MS,
+        span_ms=span / _NS_PER_MS,
+        comm_ms=total / _NS_PER_MS,
+        hidden_ms=hidden / _NS_PER_MS,
         hidden_fraction=hidden / total if total else None,
-        hidden_gemm_attention_ms=dense * _MS,
+        hidden_gemm_attention_ms=dense / _NS_PER_MS,
         hidden_gemm_attention_fraction=dense / total if total else None,
-        exposed_ms=(total - hidden) * _MS,
-        compute_ms=measure(compute) * _MS,
-        gpu_active_ms=measure(active) * _MS,
-        idle_ms=(span - measure(active)) * _MS,
+        exposed_ms=(total - hidden) / _NS_PER_MS,
+        compute_ms=measure(compute) / _NS_PER_MS,
+        gpu_active_ms=measure(active) / _NS_PER_MS,
+        idle_ms=(span - measure(active)) / _NS_PER_MS,
         kernel_count=int((~table.of(Category.MEMORY)).sum()),
         copy_count=int(table.of(Category.MEMORY).sum()),
-        category_ms={c.name.lower(): measure(table.intervals(table.of(c))) * _MS for c in Category},
+        category_ms={c.name.lower(): measure(table.intervals(table.of(c))) / _NS_PER_MS for c in Category},
         category_count={c.name.lower(): int(table.of(c).sum()) for c in Category},
         unknown_names=_counts(table, unknown),
         ranges=_rows(table, compute, lambda name: name.rpartition("/")[0] if _layer(name) is not None else name),
@@ -176,10 +176,10 @@ def _rows(table: KernelTable, compute: Intervals, group) -> list[RangeRow]:
                 RangeRow(
                     name=key,
                     kernel_count=int((inside & ~table.of(Category.MEMORY)).sum()),
-                    gpu_ms=measure(table.intervals(inside)) * _MS,
-                    comm_ms=measure(comm) * _MS,
-                    hidden_ms=hidden * _MS,
-                    exposed_ms=(measure(comm) - hidden) * _MS,
+                    gpu_ms=measure(table.intervals(inside)) / _NS_PER_MS,
+                    comm_ms=measure(comm) / _NS_PER_MS,
+                    hidden_ms=hidden / _NS_PER_MS,
+                    exposed_ms=(measure(comm) - hidden) / _NS_PER_MS,
                 )
             )
     return sorted(rows, key=lambda row: (_layer(row.name.replace("layer ", "/")) or 0, row.name))

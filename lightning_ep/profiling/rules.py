@@ -54,6 +54,7 @@ DEFAULT_RULES: tuple[Rule, ...] = (
         Category.COMPUTE,
         r"at::|at_cuda_detail|c10::|cub::|thrust::|cudnn|transformer_engine|apex|multi_tensor|^triton_|Cat(Array|Arr)",
         r"elementwise|reduce|softmax|norm|index|scatter|gather|sort|topk|cumsum|scan|histogram|bincount",
+        r"^_.*(rows|slots|grads|places)$",  # lightning_ep's own Triton kernels
         r"permute|transpose|embedding|dropout|rope|rotary|silu|gelu|swiglu|cast|copy|fill|adam|fused",
     ),
 )

@@ -7,7 +7,13 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from trace_files import (
+
+from lightning_ep.profiling import json_events
+from lightning_ep.profiling.kernels import Category
+from lightning_ep.profiling.readers import read_trace
+from lightning_ep.profiling.report import overlap_report
+from lightning_ep.profiling.rules import load_rules
+from tests.profiling.trace_files import (
     AUTOGRAD,
     EXPECTED_MS,
     KERNELS,
@@ -19,12 +25,6 @@ from trace_files import (
     write_kineto,
     write_nsys,
 )
-
-from lightning_ep.profiling import json_events
-from lightning_ep.profiling.kernels import Category
-from lightning_ep.profiling.readers import read_trace
-from lightning_ep.profiling.report import overlap_report
-from lightning_ep.profiling.rules import load_rules
 
 WRITERS = {"plain.json": write_kineto, "packed.json.gz": write_kineto, "export.sqlite": write_nsys}
 

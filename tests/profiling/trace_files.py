@@ -163,3 +163,34 @@ def write_nsys(
     if into is None:
         db.close()
     return path
+
+
+def training(overlap: bool, layers: int = 4, steps: int = 3) -> tuple[list[Kernel], list[Span]]:
+    """Steps of a small MoE model; with `overlap` each exchange runs beside the next two pieces of compute."""
+    kernels, spans = [], []
+    compute, comm = 0.0, 0.0
+
+    def add(name: str, stream: int, start: float, length: float, range_name: str | None) -> float:
+        k = len(kernels) + 1
+        launched = k * 1.0
+        kernels.append(Kernel(name, stream, start, start + length, k, launched=launched))
+        if range_name:
+            spans.append(Span(range_name, launched - 0.4, launched + 0.4))
+        return start + length
+
+    for step in range(steps):
+        first = len(kernels)
+        for layer in range(layers):
+            for name, length in ((GEMM, 60), (ATTENTION, 90), (GEMM, 40), (ELEMENTWISE, 20)):
+                compute = add(name, 7, compute + 1, length, None)
+            for kind in ("dispatch", "combine"):
+                comm = add(NCCL, 20, max(compute, comm) + 2, 150, f"ep/{kind}/{layer}")
+                if not overlap:
+                    compute = comm
+                if kind == "dispatch":
+                    for _ in range(2):
+                        compute = add(GEMM, 7, compute + 1, 55, f"ep/experts/{layer}")
+        compute = add("multi_tensor_apply_kernel", 7, max(compute, comm), 30, None)
+        compute = add("Memcpy DtoH (Device -> Pinned)", 7, compute + 4, 3, None)
+        spans.append(Span(f"ProfilerStep#{step}", first + 0.5, len(kernels) + 0.5))
+    return kernels, spans
