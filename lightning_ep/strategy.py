@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,8 +22,10 @@ from torch.optim import Optimizer
 
 from lightning_ep import checkpoint
 from lightning_ep.config import EPConfig, ExpertsImplementation, OverlapSchedule
+from lightning_ep.constraints import enforce
 from lightning_ep.dispatch.alltoall import Transport
 from lightning_ep.experts.model import ParallelModel
+from lightning_ep.facts import Facts, gather_facts
 from lightning_ep.gradients import AgreeingGradScaler, GradientReducer, global_grad_norm
 from lightning_ep.mesh import ExpertMesh, build_mesh
 from lightning_ep.schedule.one_f_one_b import OneFOneB
@@ -60,30 +63,35 @@ class EPOverlapStrategy(DDPStrategy):
     def __init__(
         self,
         expert_model_parallel_size: int = 1,
-        moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall",
-        moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None,
-        moe_permute_fusion: bool = True,
-        moe_dispatch_dedup: bool = True,
-        moe_router_force_load_balancing: bool = False,
-        experts_implementation: ExpertsImplementation = "grouped_mm",
+        moe_token_dispatcher_type: str = "alltoall",
+        moe_flex_dispatcher_backend: str | None = None,
         overlap_moe_expert_parallel_comm: bool = False,
         overlap_schedule: OverlapSchedule = "auto",
+        overlap_split_module: str | None = None,
         delay_wgrad_compute: bool = False,
+        overlap_dispatch_backward_with_experts_wgrad: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        overlap_grad_reduce: bool = False,
+        moe_shared_expert_overlap: bool = False,
+        moe_router_force_load_balancing: bool = False,
+        moe_permute_fusion: bool = True,
+        moe_dispatch_dedup: bool = True,
+        experts_implementation: ExpertsImplementation = "grouped_mm",
+        moe_deepep_num_sms: int = 20,
+        moe_hybridep_num_sms: int = 16,
+        recompute_granularity: str | None = None,
+        recompute_method: str | None = None,
+        recompute_num_layers: int | None = None,
+        recompute_modules: list[str] | None = None,
+        pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        tensor_model_parallel_size: int = 1,
+        cuda_graph_scope: list[str] | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         **kwargs: Any,
     ) -> None:
-        self.config = EPConfig(
-            expert_model_parallel_size=expert_model_parallel_size,
-            moe_token_dispatcher_type=moe_token_dispatcher_type,
-            moe_flex_dispatcher_backend=moe_flex_dispatcher_backend,
-            moe_permute_fusion=moe_permute_fusion,
-            moe_dispatch_dedup=moe_dispatch_dedup,
-            moe_router_force_load_balancing=moe_router_force_load_balancing,
-            experts_implementation=experts_implementation,
-            overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
-            overlap_schedule=overlap_schedule,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
+        given = locals()
+        self.config = EPConfig(**{field.name: given[field.name] for field in fields(EPConfig)})
         super().__init__(timeout=timeout, **kwargs)
         self.mesh: ExpertMesh | None = None
         self.parallel: ParallelModel | None = None
@@ -96,6 +104,7 @@ class EPOverlapStrategy(DDPStrategy):
     # -- set-up, in Lightning's order
 
     def setup_environment(self) -> None:
+        enforce(self._facts())  # before any process group and any weight exists
         super().setup_environment()
         # A model that exists already is cut here: callbacks that copy it in their setup must see local experts.
         if self.mesh is None:
@@ -103,6 +112,10 @@ class EPOverlapStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self.parallel = ParallelModel(self.lightning_module, self.config, self.mesh, self._transport())
         self.parallel.shard(required=False)
+
+    def _facts(self) -> Facts:
+        assert self.lightning_module is not None
+        return gather_facts(self.config, self.lightning_module.trainer, self.lightning_module)
 
     def _build_mesh(self) -> ExpertMesh:
         return build_mesh(self.config.expert_model_parallel_size, self.root_device.type, self._timeout)
@@ -123,6 +136,7 @@ class EPOverlapStrategy(DDPStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.parallel is not None
+        enforce(self._facts())  # again: `configure_model` may have built the model since
         self.parallel.shard()
         self.parallel.materialize(self.root_device)
         rank_zero_info(self.parallel.describe())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ep.bench.alternate import MODES, Alternate
 from lightning_ep.dispatch.emulated import EmulatedFabric
+from lightning_ep.facts import Facts
 from lightning_ep.mesh import ExpertMesh
 from lightning_ep.strategy import EPOverlapStrategy
 
@@ -32,10 +33,16 @@ class EmulatedStrategy(EPOverlapStrategy):
         super().__init__(expert_model_parallel_size=fabric.size, **options)
         self.fabric = fabric
 
+    def _facts(self) -> Facts:
+        return replace(super()._facts(), world_size=self.fabric.size)
+
     def _build_mesh(self) -> ExpertMesh:
         alone = dist.group.WORLD
         mesh = DeviceMesh.from_group(
-            [alone, alone], self.root_device.type, torch.zeros(1, 1, dtype=torch.int), ("edp", "ep")
+            [alone, alone],
+            self.root_device.type,
+            mesh=torch.zeros(1, 1, dtype=torch.int),
+            mesh_dim_names=("edp", "ep"),
         )
         return ExpertMesh(mesh, alone, alone, ep_size=self.fabric.size, ep_rank=0, edp_size=1, edp_rank=0, world_size=1)
 
@@ -44,7 +51,7 @@ class EmulatedStrategy(EPOverlapStrategy):
 
 
 def parse_quantity(text: str, units: dict[str, float]) -> float:
-    """ "50GB/s" -> 50e9 with units {"GB/s": 1e9}; a bare number is in SI units. ValueError names the units."""
+    """50GB/s is 50e9 with units {"GB/s": 1e9}; a bare number is in SI units. ValueError names the units."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*", text)
     if match is None or (match[2] and match[2] not in units):
         raise argparse.ArgumentTypeError(f"{text!r}: give a number with one of {', '.join(units)}")

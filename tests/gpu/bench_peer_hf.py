@@ -5,6 +5,7 @@ on_one_gpu 2 tests/gpu/bench_peer_hf.py      (L layers, S tokens a rank by envir
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -63,6 +64,7 @@ def measure_all(cases: dict, rounds: int = 2) -> None:
                 kinds = kernel_times(profiled(step))
                 notes[name] = f"peak {peak:5.1f} GiB  " + "  ".join(f"{k} {v:.1f}" for k, v in sorted(kinds.items()))
             del model, step
+            gc.collect()  # a replaced forward is a cycle
             torch.cuda.empty_cache()
     for name, times in best.items():
         tokens_s = S * 1e3 / min(times)
