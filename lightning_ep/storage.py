@@ -91,7 +91,7 @@ class _Writer(FileSystemWriter):
         self.is_coordinator = is_coordinator
         if is_coordinator:
             _refuse_foreign(self.target)
-            _remove_unfinished(self.target)
+            _remove_unfinished(self.target, spare=self.path)  # other ranks may have begun to write
 
     def prepare_local_plan(self, plan: Any) -> Any:
         plan = super().prepare_local_plan(plan)
@@ -154,10 +154,11 @@ def _put_in_place(staged: Path, token: str, target: Path) -> None:
         aside.unlink()
 
 
-def _remove_unfinished(target: Path) -> None:
+def _remove_unfinished(target: Path, spare: Path) -> None:
     """What killed saves of this target left behind, and anybody's that nobody has written to for an hour."""
     for path in target.parent.glob(f"{_UNFINISHED}-*"):
-        if path.name.startswith(f"{_UNFINISHED}-{_digest(target)}-") or _age_seconds(path) > _STALE_SECONDS:
+        same = path.name.startswith(f"{_UNFINISHED}-{_digest(target)}-")
+        if path != spare and (same or _age_seconds(path) > _STALE_SECONDS):
             shutil.rmtree(path, ignore_errors=True)
 
 

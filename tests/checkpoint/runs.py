@@ -1,0 +1,136 @@
+"""Trainer runs in one rank of the process pool (or in a plain process) that save, load and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ep import EPOverlapStrategy
+from tests.reference import tiny_model, tokens
+from tests.trained import CausalLM, RankBatches, loader, quiet_trainer, whole
+
+STEPS = 3
+MODEL = "qwen3_moe"
+
+
+class Scheduled(CausalLM):
+    """Two optimizers' worth of trouble in one: parameter groups, a schedule, momentum, a frozen parameter."""
+
+    def __init__(self, seed: int = 0, optimizer: str = "adamw", freeze: str | None = None) -> None:
+        super().__init__(tiny_model(MODEL, seed=seed), optimizer=optimizer)
+        self.save_hyperparameters()
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(freeze is None or freeze not in name)
+
+    def configure_optimizers(self) -> Any:
+        parameters = dict(self.model.named_parameters())
+        flat = [p for p in parameters.values() if p.dim() < 2]
+        groups = [
+            {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": flat, "weight_decay": 0.0, "lr": 2e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=4e-3, eps=1e-4)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class TwoOptimizers(CausalLM):
+    """Manual optimization: experts by SGD with momentum, the rest by AdamW."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(tiny_model(MODEL, seed=seed))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        self.losses.append(loss.detach())
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        experts = [p for n, p in self.model.named_parameters() if "experts" in n]
+        rest = [p for n, p in self.model.named_parameters() if "experts" not in n]
+        return torch.optim.SGD(experts, lr=1e-2, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2, eps=1e-4)
+
+
+def checkpoints(folder: Path, **options: Any) -> ModelCheckpoint:
+    every_epoch = {"filename": "{epoch}", "save_top_k": -1, "save_last": True}
+    return ModelCheckpoint(dirpath=folder, enable_version_counter=False, **{**every_epoch, **options})
+
+
+def fit(
+    module: CausalLM,
+    folder: Path | None,
+    ep_size: int | None,
+    epochs: int = 1,
+    ckpt_path: Any = None,
+    callbacks: tuple = (),
+    data: DataLoader | None = None,
+    **options: Any,
+) -> pl.Trainer:
+    """`ep_size=None` trains with Lightning's own strategy for the number of processes."""
+    saving = [checkpoints(folder)] if folder is not None else []
+    plain = "ddp" if torch.distributed.get_world_size() > 1 else "auto"
+    trainer = quiet_trainer(
+        strategy=plain if ep_size is None else EPOverlapStrategy(expert_model_parallel_size=ep_size),
+        max_epochs=epochs,
+        callbacks=[*saving, *callbacks],
+        enable_checkpointing=bool(saving),
+        use_distributed_sampler=False,
+        gradient_clip_val=1.0 if module.automatic_optimization else None,
+        **options,
+    )
+    trainer.fit(module, loader(STEPS, 1) if data is None else data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def result(trainer: pl.Trainer, module: CausalLM) -> dict[str, Any]:
+    return {
+        "losses": [loss.item() for loss in module.losses],
+        "params": whole(trainer.strategy, dict(module.model.named_parameters())),
+        "lr": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
+    }
+
+
+def train(
+    kind: type[CausalLM], folder: Path, ep_size: int, epochs: int, ckpt_path: Any, arguments: dict
+) -> dict[str, Any]:
+    """One fit, checkpoints in `folder`; what it computed. Another seed shows that the weights come from the checkpoint."""
+    module = kind(**arguments)
+    return result(fit(module, folder, ep_size, epochs, ckpt_path), module)
+
+
+def resave(source: Path, target: Path, ep_size: int | None) -> None:
+    """Load model and optimizer into a model of another seed, train nothing, save."""
+    trainer = fit(Scheduled(seed=7), None, ep_size, 1, source)
+    assert trainer.global_step == STEPS
+    trainer.save_checkpoint(target)
+
+
+class Predict(Scheduled):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch[0]).logits
+
+
+def logits(ckpt_path: Path, ep_size: int) -> Tensor:
+    """This rank's logits after loading into a model of another seed."""
+    trainer = quiet_trainer(
+        strategy=EPOverlapStrategy(expert_model_parallel_size=ep_size), use_distributed_sampler=False
+    )
+    return trainer.predict(Predict(seed=5), DataLoader(RankBatches(1, 1, 0), batch_size=1), ckpt_path=ckpt_path)[0]
+
+
+def plain_logits(state_dict: dict[str, Tensor]) -> Tensor:
+    """The same in one process with nothing of ours."""
+    model = tiny_model(MODEL, seed=6)
+    model.load_state_dict({k.removeprefix("model."): v for k, v in state_dict.items()})
+    with torch.no_grad():
+        return model(input_ids=tokens(0, 0, 0)).logits
