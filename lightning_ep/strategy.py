@@ -230,11 +230,15 @@ class EPOverlapStrategy(DDPStrategy):
 
         `Trainer(gradient_clip_val=...)` does; a module that overrides `configure_gradient_clipping` may.
         """
-        assert self.parallel is not None and self.mesh is not None
-        norm = global_grad_norm(parameters, self.parallel.expert_tensors(), self.mesh, norm_type)
+        norm = self.grad_norm(parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         self.last_grad_norm = norm
         return norm
+
+    def grad_norm(self, parameters: list[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+        """The gradients' norm over all experts of all ranks. Call it on every rank."""
+        assert self.parallel is not None and self.mesh is not None
+        return global_grad_norm(parameters, self.parallel.expert_tensors(), self.mesh, norm_type)
 
     # -- checkpoints
 
