@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
 from lightning_ep.config import EPConfig
 from lightning_ep.dispatch.alltoall import AllToAllDispatcher, Transport
 from lightning_ep.dispatch.base import Dispatcher

@@ -12,7 +12,6 @@ Both are views of one arena in which the own rows overlap, so what stays on the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -44,11 +43,14 @@ class GroupTransport:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._options = dist.AllToAllOptions()
+        self._options.asyncOp = True  # on the group's own stream
 
     def all_to_all(
         self, out: Tensor, inp: Tensor, out_splits: list[int] | None = None, in_splits: list[int] | None = None
     ) -> dist.Work:
-        return dist.all_to_all_single(out, inp, out_splits, in_splits, group=self.group, async_op=True)
+        # What dist.all_to_all_single calls in the end; its checks cost the host more than the launch itself.
+        return self.group.alltoall_base(out, inp, out_splits or [], in_splits or [], self._options)
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -191,41 +193,33 @@ class AllToAllExchange(Exchange):
             )
 
 
-@cache
-def _reader(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which counts travel to the host, so that the compute stream never waits for them."""
-    return torch.cuda.Stream(device)
-
-
 class _CountsOnTheirWay:
-    """Counts travel to the peers and to the host while the compute stream goes on."""
+    """Counts travel to the peers and on to the host while both passes go on launching.
+
+    The copy to the host stands in the compute stream. That stream waits for the counts there, hence for what the EP
+    group sent before them, but the next work that it gets needs that anyway.
+    """
 
     def __init__(self, dispatcher: AllToAllDispatcher, sent_WC: Tensor) -> None:
-        self.sent_WC, self.received_WC = sent_WC, torch.empty_like(sent_WC)
-        self.cuda = sent_WC.is_cuda
+        self.sent_WC = self.received_WC = sent_WC
         self.work = None
         if dispatcher.ep_size > 1:
+            self.received_WC = torch.empty_like(sent_WC)
             self.work = dispatcher.transport.all_to_all(self.received_WC, sent_WC)
-        else:
-            self.received_WC = sent_WC
-        if self.cuda:
-            reader = _reader(sent_WC.device)
-            reader.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(reader):
-                if self.work is not None:
-                    self.work.wait()
-                self.host = torch.empty((2, *sent_WC.shape), dtype=torch.int32, pin_memory=True)
-                self.host[0].copy_(sent_WC, non_blocking=True)
-                self.host[1].copy_(self.received_WC, non_blocking=True)
-                self.on_host = torch.cuda.Event()
-                self.on_host.record()
+        if sent_WC.is_cuda:
+            if self.work is not None:
+                self.work.wait()
+            self.on_host = torch.empty((2, *sent_WC.shape), dtype=torch.int32, pin_memory=True)
+            self.on_host[0].copy_(sent_WC, non_blocking=True)
+            self.on_host[1].copy_(self.received_WC, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
 
     def read(self) -> tuple[list[list[int]], list[list[int]], Tensor]:
         """Rows of counts sent and received on the host, and the received ones on the device."""
-        if self.cuda:
-            self.on_host.synchronize()
-            torch.cuda.current_stream().wait_event(self.on_host)
-            sent, received = self.host.tolist()
+        if self.sent_WC.is_cuda:
+            self.arrived.synchronize()
+            sent, received = self.on_host.tolist()
             return sent, received, self.received_WC
         if self.work is not None:
             self.work.wait()

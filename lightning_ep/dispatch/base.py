@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
@@ -58,6 +59,8 @@ class Exchange(ABC):
 
     layer: int
     after_dispatch_grad: Callable[[], None]
+    leg: _Leg  # under way in the forward, and in the backward
+    grad_leg: _Leg
 
     @abstractmethod
     def launch_dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> None:
@@ -128,24 +131,22 @@ def hand_over_in_backward(x: Tensor) -> Tensor:
 
 
 class _Leg:
-    """Times one leg for the observers and names it for profilers."""
+    """One leg under way: named for profilers, timed for the observers."""
 
-    def __init__(self, name: str, exchange: Exchange) -> None:
+    def __init__(self, name: str, exchange: Exchange, launch: Callable[..., None], *tensors: Tensor) -> None:
         self.name, self.layer = name, exchange.layer
-        self.launched = 0.0
-
-    def launch(self):
         self.launched = perf_counter()
-        return annotate(f"ep/{self.name}", self.layer)
+        with annotate(f"ep/{name}", self.layer):
+            launch(*tensors)
 
-    def wait(self):
-        return annotate(f"ep/{self.name}", self.layer)
-
-    def arrived(self) -> None:
+    def wait(self, wait: Callable[[], Any]) -> Any:
+        with annotate(f"ep/{self.name}", self.layer):
+            arrived = wait()
         if exchange_observers:
             now = perf_counter()
             for observe in exchange_observers:
                 observe(self.name, self.layer, self.launched, now)
+        return arrived
 
 
 def _ticket(like: Tensor) -> Tensor:
@@ -156,18 +157,13 @@ class _LaunchDispatch(Function):
     @staticmethod
     def forward(ctx, exchange: Exchange, x_TD: Tensor, weights_TK: Tensor) -> Tensor:
         ctx.exchange, ctx.weights_dtype = exchange, weights_TK.dtype
-        exchange.legs = {name: _Leg(name, exchange) for name in ("dispatch", "combine", "dispatch_bwd", "combine_bwd")}
-        with exchange.legs["dispatch"].launch():
-            exchange.launch_dispatch(x_TD, weights_TK)
+        exchange.leg = _Leg("dispatch", exchange, exchange.launch_dispatch, x_TD, weights_TK)
         return _ticket(x_TD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _ticket_grad: Tensor):
-        leg = ctx.exchange.legs["dispatch_bwd"]
-        with leg.wait():
-            grad_TD, grad_TK = ctx.exchange.wait_dispatch_grad()
-        leg.arrived()
+        grad_TD, grad_TK = ctx.exchange.grad_leg.wait(ctx.exchange.wait_dispatch_grad)
         return None, grad_TD, grad_TK.to(ctx.weights_dtype)
 
 
@@ -175,10 +171,7 @@ class _WaitDispatch(Function):
     @staticmethod
     def forward(ctx, exchange: Exchange, ticket: Tensor, arrived: list[ExpertRows]) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
-        leg = exchange.legs["dispatch"]
-        with leg.wait():
-            rows = exchange.wait_dispatch()
-        leg.arrived()
+        rows = exchange.leg.wait(exchange.wait_dispatch)
         arrived.append(rows)
         return rows.rows_PD, rows.weights_P
 
@@ -186,8 +179,7 @@ class _WaitDispatch(Function):
     @once_differentiable
     def backward(ctx, grad_PD: Tensor, grad_P: Tensor):
         exchange: Exchange = ctx.exchange
-        with exchange.legs["dispatch_bwd"].launch():
-            exchange.launch_dispatch_grad(grad_PD, grad_P)
+        exchange.grad_leg = _Leg("dispatch_bwd", exchange, exchange.launch_dispatch_grad, grad_PD, grad_P)
         exchange.after_dispatch_grad()
         hand_over(BACKWARD)
         return None, _ticket(grad_PD), None
@@ -197,35 +189,26 @@ class _LaunchCombine(Function):
     @staticmethod
     def forward(ctx, exchange: Exchange, out_PD: Tensor) -> Tensor:
         ctx.exchange = exchange
-        with exchange.legs["combine"].launch():
-            exchange.launch_combine(out_PD)
+        exchange.leg = _Leg("combine", exchange, exchange.launch_combine, out_PD)
         return _ticket(out_PD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _ticket_grad: Tensor):
-        leg = ctx.exchange.legs["combine_bwd"]
-        with leg.wait():
-            grad_PD = ctx.exchange.wait_combine_grad()
-        leg.arrived()
-        return None, grad_PD
+        return None, ctx.exchange.grad_leg.wait(ctx.exchange.wait_combine_grad)
 
 
 class _WaitCombine(Function):
     @staticmethod
     def forward(ctx, exchange: Exchange, ticket: Tensor) -> Tensor:
         ctx.exchange = exchange
-        leg = exchange.legs["combine"]
-        with leg.wait():
-            out_TD = exchange.wait_combine()
-        leg.arrived()
-        return out_TD
+        return exchange.leg.wait(exchange.wait_combine)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TD: Tensor):
-        with ctx.exchange.legs["combine_bwd"].launch():
-            ctx.exchange.launch_combine_grad(grad_TD.contiguous())
+        exchange: Exchange = ctx.exchange
+        exchange.grad_leg = _Leg("combine_bwd", exchange, exchange.launch_combine_grad, grad_TD.contiguous())
         hand_over(BACKWARD)
         return None, _ticket(grad_TD)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ep.dispatch import permute
 from lightning_ep.dispatch.permute import Wire
-from lightning_ep.triton_kernel import kernel
+from lightning_ep.triton_kernel import ceil_div, kernel, next_power_of_2
 
 ROWS, INVALID, TOKENS = tl.constexpr(permute.ROWS), tl.constexpr(permute.INVALID), tl.constexpr(permute.TOKENS)
 
@@ -35,9 +35,9 @@ def plan_rows(experts_TK: Tensor, num_experts: int, ep_size: int) -> tuple[Tenso
     rank_TK = torch.empty(num_tokens, slots, dtype=torch.int32, device=experts_TK.device)
     if num_tokens == 0:
         return rank_TK, counts_WC.zero_()
-    padded = triton.next_power_of_2(slots)
+    padded = next_power_of_2(slots)
     _plan_rows(
-        (ep_size + triton.cdiv(num_experts, _EXPERTS_AT_ONCE.value), 1),
+        (ep_size + ceil_div(num_experts, _EXPERTS_AT_ONCE.value), 1),
         (experts_TK.contiguous(), rank_TK, counts_WC),
         (num_tokens,),
         (num_experts, ep_size, slots, padded, _SLOTS // padded, _SLOTS),
@@ -107,12 +107,12 @@ def resolve_rows(
         weight_dtype = tl.float64 if wire.weight_dtype == torch.float64 else tl.float32
         block = 128
         _resolve_rows(
-            (triton.cdiv(num_slots, block), 1),
+            (ceil_div(num_slots, block), 1),
             (experts_TK.contiguous(), weights_TK.detach().contiguous(), rank_TK, counts_WC, row_TK, first_TK, rows),
             (num_slots, ep_rank),
             (
                 wire.row_bytes, wire.weights_at, wire.experts_at, weight_dtype,
-                num_experts, counts_WC.shape[0], slots, triton.next_power_of_2(slots), block,
+                num_experts, counts_WC.shape[0], slots, next_power_of_2(slots), block,
             ),
         )  # fmt: skip
     return row_TK, first_TK
@@ -170,8 +170,8 @@ def index_rows(
         (local_RK, weights_RK, counts_WC, pos_RK, weights_P, offsets_L),
         (ep_rank,),
         (
-            local_RK.stride(0), weights_RK.stride(0), ep_size, triton.next_power_of_2(ep_size),
-            num_local, triton.next_power_of_2(num_local), slots, _SLOTS,
+            local_RK.stride(0), weights_RK.stride(0), ep_size, next_power_of_2(ep_size),
+            num_local, next_power_of_2(num_local), slots, _SLOTS,
         ),
         _SLOT_WARPS,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def _index_rows(
         tl.store(weights_out + pos, weight, mask=hit)
         # The first expert's programs also mark the slots that belong to no expert here.
         none = inside & (ids + expert == -1)
-        tl.store(pos_out + row * K + slot % K, tl.where(hit, pos, -1), mask=hit | none)
+        tl.store(pos_out + first_row * K + slot, tl.where(hit, pos, -1), mask=hit | none)
         place += tl.sum(hit.to(tl.int32))
 
 
@@ -222,7 +222,7 @@ def scatter_rows(src_ND: Tensor, pos_NJ: Tensor, out_MD: Tensor) -> Tensor:
         src_ND = _with_dense_rows(src_ND)
         block, warps = _blocking(width, out_MD)
         _scatter_rows(
-            (num_rows, triton.cdiv(width, block)),
+            (num_rows, ceil_div(width, block)),
             (src_ND, pos_NJ.contiguous(), out_MD),
             constants=(src_ND.stride(0), out_MD.stride(0), width, pos_NJ.shape[1], block),
             num_warps=warps,
@@ -251,7 +251,7 @@ def gather_sum(src_MD: Tensor, pos_NJ: Tensor, out_ND: Tensor) -> Tensor:
         src_MD = _with_dense_rows(src_MD)
         block, warps = _blocking(width, out_ND)
         _gather_sum(
-            (num_rows, triton.cdiv(width, block)),
+            (num_rows, ceil_div(width, block)),
             (src_MD, pos_NJ.contiguous(), out_ND),
             constants=(src_MD.stride(0), out_ND.stride(0), width, pos_NJ.shape[1], block),
             num_warps=warps,
@@ -289,7 +289,7 @@ def gather_slots(src_P: Tensor, pos_NJ: Tensor, out_NJ: Tensor) -> Tensor:
     if num_slots:
         block = 1024
         _gather_slots(
-            (triton.cdiv(num_slots, block), 1),
+            (ceil_div(num_slots, block), 1),
             (src_P.contiguous(), pos_NJ.contiguous(), out_NJ),
             (num_slots,),
             (out_NJ.stride(0), pos_NJ.shape[1], block),
@@ -313,7 +313,7 @@ def read_slots(src_SK: Tensor, row_TK: Tensor) -> Tensor:
     if num_slots:
         block = 1024
         _read_slots(
-            (triton.cdiv(num_slots, block), 1),
+            (ceil_div(num_slots, block), 1),
             (src_SK, row_TK.contiguous(), out_TK),
             (num_slots,),
             (src_SK.stride(0), row_TK.shape[1], block),
@@ -336,11 +336,11 @@ def gather_grads(grad_PD: Tensor, grad_P: Tensor, pos_RK: Tensor, rows: Tensor, 
         grad_PD = _with_dense_rows(grad_PD)
         block, warps = _blocking(wire.hidden, grad_PD)
         _gather_grads(
-            (num_rows, triton.cdiv(wire.hidden, block)),
+            (num_rows, ceil_div(wire.hidden, block)),
             (grad_PD, grad_P.contiguous(), pos_RK, rows),
             constants=(
                 grad_PD.stride(0), wire.grad_row_bytes, wire.weights_at,
-                wire.hidden, slots, triton.next_power_of_2(slots), block,
+                wire.hidden, slots, next_power_of_2(slots), block,
             ),
             num_warps=warps,
         )  # fmt: skip
@@ -373,11 +373,11 @@ def read_grads(rows: Tensor, first_TK: Tensor, row_TK: Tensor, wire: Wire) -> tu
     if num_tokens:
         block, warps = _blocking(wire.hidden, grad_TD)
         _read_grads(
-            (num_tokens, triton.cdiv(wire.hidden, block)),
+            (num_tokens, ceil_div(wire.hidden, block)),
             (rows, first_TK, row_TK, grad_TD, grad_TK),
             constants=(
                 wire.grad_row_bytes, wire.weights_at, wire.slots,
-                wire.hidden, slots, triton.next_power_of_2(slots), block,
+                wire.hidden, slots, next_power_of_2(slots), block,
             ),
             num_warps=warps,
         )  # fmt: skip
@@ -411,5 +411,5 @@ def _with_dense_rows(x: Tensor) -> Tensor:
 
 def _blocking(width: int, rows: Tensor) -> tuple[int, int]:
     """Elements of a row that one program moves, and its warps: 32 bytes a thread."""
-    block = min(triton.next_power_of_2(width), _ROW_BYTES // rows.element_size())
+    block = min(next_power_of_2(width), _ROW_BYTES // rows.element_size())
     return block, max(1, min(4, block * rows.element_size() // 1024))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_ep.triton_kernel import kernel
+from lightning_ep.triton_kernel import ceil_div, kernel, next_power_of_2
 
 
 def forward(h_P2I: Tensor, weights_P: Tensor) -> Tensor:
@@ -15,7 +14,7 @@ def forward(h_P2I: Tensor, weights_P: Tensor) -> Tensor:
     out_PI = torch.empty(num_rows, width, dtype=h_P2I.dtype, device=h_P2I.device)
     if out_PI.numel():
         block = _block(width)
-        grid = (num_rows, triton.cdiv(width, block))
+        grid = (num_rows, ceil_div(width, block))
         _forward(grid, (h_P2I, weights_P, out_PI), constants=(width, block), num_warps=_warps(block))
     return out_PI
 
@@ -31,7 +30,7 @@ def backward(grad_PI: Tensor, h_P2I: Tensor, weights_P: Tensor) -> tuple[Tensor,
 
 
 def _block(width: int) -> int:
-    return min(triton.next_power_of_2(width), 1024)
+    return min(next_power_of_2(width), 1024)
 
 
 def _warps(block: int) -> int:
