@@ -62,6 +62,14 @@ def measure_all(cases: dict, rounds: int = 2) -> None:
             peak = torch.cuda.max_memory_allocated() / 2**30
             if round_ == 0:
                 kinds = kernel_times(profiled(step))
+                if RANK == 0 and (folder := os.environ.get("TRACES")) and name in ("ours", "peer HF"):
+                    kinds_ = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+                    with torch.profiler.profile(activities=kinds_) as both:
+                        step()
+                        torch.cuda.synchronize()
+                    both.export_chrome_trace(f"{folder}/{name.replace(' ', '_')}.json.gz")
+                elif name in ("ours", "peer HF") and os.environ.get("TRACES"):
+                    step()
                 notes[name] = f"peak {peak:5.1f} GiB  " + "  ".join(f"{k} {v:.1f}" for k, v in sorted(kinds.items()))
             del model, step
             gc.collect()  # a replaced forward is a cycle
@@ -78,10 +86,12 @@ def measure_all(cases: dict, rounds: int = 2) -> None:
 if __name__ == "__main__":
     start()
     torch.set_default_dtype(torch.bfloat16)
-    measure_all({
+    every = {
         "peer HF": peer,
         "ours": lambda: ours(),
         "ours no dedup": lambda: ours(moe_dispatch_dedup=False),
         "ours unfused": lambda: ours(moe_permute_fusion=False),
-    })  # fmt: skip
+    }
+    wanted = os.environ.get("CASES")
+    measure_all({name: make for name, make in every.items() if not wanted or name in wanted.split(",")})
     dist.destroy_process_group()
