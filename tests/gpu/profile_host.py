@@ -70,10 +70,31 @@ def study(label: str, model: torch.nn.Module, ids: torch.Tensor) -> None:
     print(
         f"{label}: {len(cuda) / L:.0f} kernels a layer, {sum(e.time_range.elapsed_us() for e in cuda) / 1e3 / L:.2f} ms of kernels a layer"
     )
+    by_name: dict[str, list[float]] = {}
+    for event in cuda:
+        by_name.setdefault(event.name[:90], []).append(event.time_range.elapsed_us())
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:22]:
+        print(f"  {sum(times) / 1e3 / L:6.3f} ms a layer, {len(times) / L:5.1f} times  {name}")
+
+
+def launch_cost() -> None:
+    """Host microseconds of the smallest operations."""
+    x = torch.zeros(8, device="cuda")
+    for name, fn in (
+        ("x.add_(1)", lambda: x.add_(1)),
+        ("x.view(-1)", lambda: x.view(-1)),
+        ("torch.empty", lambda: torch.empty(8, device="cuda")),
+    ):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(900):
+            fn()
+        print(f"{name:12s} {(time.perf_counter() - start) / 900 * 1e6:.1f} us")
 
 
 if __name__ == "__main__":
     torch.cuda.set_device(0)
+    launch_cost()
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29777", rank=0, world_size=1)
     torch.set_default_dtype(torch.bfloat16)
     model = build()
