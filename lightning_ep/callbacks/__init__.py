@@ -1,0 +1,5 @@
+"""Callbacks and metrics that show whether overlap helped, and that it changed nothing."""
+
+from lightning_ep.callbacks.loss_parity import LossParity
+
+__all__ = ["LossParity"]
