@@ -41,7 +41,7 @@ class ExpertLoad(Metric):
         num_layers: MoE layers.
         kwargs: torchmetrics' own.
 
-    `compute()` gives a dict of tensors `[num_layers]`:
+    `compute()` gives a dict of tensors `[num_layers]` (torchmetrics makes scalars of them for one layer):
         `max_over_mean`: tokens of the busiest expert over the mean (1 is even; NaN before any token).
         `entropy`: of the load, 0 (one expert has all) to 1 (even).
         `dead`: experts without a single token.

@@ -9,10 +9,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
+from lightning_ep import EPOverlapStrategy
 from lightning_ep.callbacks import LossParity
 from lightning_ep.callbacks.parity import read_run, tolerance_for
 from tests.callbacks.training import STEPS, Regression, SkipTo, fit
 from tests.distributed import run_distributed
+from tests.reference import tiny_model
+from tests.trained import CausalLM, loader, quiet_trainer
 
 
 @pytest.fixture
@@ -248,3 +251,27 @@ def test_foreign_files(tmp_path, text, message):
 def test_wrong_arguments(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LossParity(**wrong)
+
+
+def _experts(root: str) -> list:
+    """A MoE model over two ranks, recorded without overlap, then with overlap and delayed weight gradients."""
+    options = dict(accumulate_grad_batches=2, use_distributed_sampler=False, max_epochs=1, default_root_dir=root)
+    reports, norms = [], []
+    for name, overlap, clip in (("off", False, None), ("on", True, None), ("clipped", True, 1e9)):
+        parity = LossParity(
+            f"{root}/{name}.jsonl", None if name == "off" else f"{root}/off.jsonl", on_divergence="raise"
+        )
+        strategy = EPOverlapStrategy(2, overlap_moe_expert_parallel_comm=overlap, delay_wgrad_compute=overlap)
+        trainer = quiet_trainer(
+            strategy=strategy, callbacks=[parity], gradient_clip_val=clip, precision="bf16-mixed", **options
+        )
+        trainer.fit(CausalLM(tiny_model("qwen3_moe")), loader(4, 2))
+        reports.append(parity.report)
+        norms.append([record.grad_norm for record in read_run(f"{root}/{name}.jsonl")[1].values()])
+    return [[(r.ok, r.compared, r.max_deviation) for r in reports[1:]], norms]
+
+
+def test_overlap_compares_equal(tmp_path):
+    for parity, norms in run_distributed(_experts, 2, str(tmp_path)):
+        assert parity == [(True, 4, 0.0)] * 2
+        assert norms[0] == norms[1] == norms[2], "the norm of all experts, whether clipping computed it or we did"
