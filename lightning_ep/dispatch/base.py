@@ -33,8 +33,8 @@ from torch.autograd.function import Function, once_differentiable
 from lightning_ep.dispatch.ranges import annotate
 from lightning_ep.schedule.turns import BACKWARD, FORWARD, hand_over
 
-# Called with (leg, layer, launched_at, waited_at), in seconds of perf_counter, after each wait.
-exchange_observers: list[Callable[[str, int, float, float], None]] = []
+# Called with (leg, layer, launched_at, wait_began_at, wait_ended_at), in seconds of perf_counter, after each wait.
+exchange_observers: list[Callable[[str, int, float, float, float], None]] = []
 
 # Called with (layer, tokens of each local expert) in every forward, once the rows have arrived.
 routing_observers: list[Callable[[int, list[int]], None]] = []
@@ -140,12 +140,13 @@ class _Leg:
             launch(*tensors)
 
     def wait(self, wait: Callable[[], Any]) -> Any:
+        began = perf_counter()
         with annotate(f"ep/{self.name}", self.layer):
             arrived = wait()
         if exchange_observers:
-            now = perf_counter()
+            ended = perf_counter()
             for observe in exchange_observers:
-                observe(self.name, self.layer, self.launched, now)
+                observe(self.name, self.layer, self.launched, began, ended)
         return arrived
 
 
