@@ -135,9 +135,9 @@ class _Leg:
 
     def __init__(self, name: str, exchange: Exchange, launch: Callable[..., None], *tensors: Tensor) -> None:
         self.name, self.layer = name, exchange.layer
-        self.launched = perf_counter()
         with annotate(f"ep/{name}", self.layer):
             launch(*tensors)
+        self.launched = perf_counter()
 
     def wait(self, wait: Callable[[], Any]) -> Any:
         began = perf_counter()
