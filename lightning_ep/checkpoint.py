@@ -20,13 +20,12 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_ep import storage
-from lightning_ep.mesh import ExpertMesh
 from lightning_ep.plain_values import plain
+from lightning_ep.shares import ExpertShares
 from lightning_ep.storage import Key
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def save(
     target, token = strategy.broadcast((os.fspath(filepath), storage.new_token()))
     if "://" in target:
         raise ValueError(f"checkpoint path {target!r} is remote; use a directory on a file system that all ranks share")
-    shares = _Shares(strategy)
+    shares = ExpertShares(strategy)
     rest = dict(checkpoint)
     optimizers = rest.pop("optimizer_states", None)
     tensors = shares.take_models(rest)
@@ -98,6 +97,11 @@ def save(
             tensors[f"optimizer_{i}"], kept = shares.take_optimizer(state)
             rest["optimizer_states"].append(kept)
     meta = rest
+    if nameless := list(shares.look_like_experts(rest)):
+        rank_zero_warn(
+            f"{', '.join(nameless)} have the shape of this rank's experts, but not a parameter's name: only rank 0's are "
+            "saved. Save them in a dict by the names of the parameters."
+        )
     if strategy.is_global_zero:
         meta, lost = plain(rest)
         meta[_LOST] = lost
@@ -118,7 +122,7 @@ def load(strategy: EPOverlapStrategy, path: str | os.PathLike, fitting: bool) ->
     path = Path(strategy.broadcast(os.fspath(path)))
     checkpoint, failure = None, None
     try:
-        checkpoint = _Shares(strategy).read(path, strategy.optimizers if fitting else None)
+        checkpoint = _read(path, ExpertShares(strategy), strategy.optimizers if fitting else None)
     except Exception as e:
         failure = e
     failures: list[str | None] = [None] * dist.get_world_size()
@@ -131,6 +135,32 @@ def load(strategy: EPOverlapStrategy, path: str | os.PathLike, fitting: bool) ->
     assert checkpoint is not None
     if lost := checkpoint.pop(_LOST, None):
         rank_zero_warn(f"{path} was saved without {', '.join(lost)}")
+    return checkpoint
+
+
+def _read(path: Path, shares: ExpertShares, optimizers: list[Optimizer] | None) -> dict[str, Any]:
+    if path.is_dir():
+        metadata = storage.read_metadata(path)
+        checkpoint = storage.read_meta(path, metadata)
+
+        def empty(key: Key, size: torch.Size, dtype: torch.dtype) -> Tensor:
+            return (shares.empty_state if _is_optimizer(key[0]) else shares.empty_model)(key, size, dtype)
+
+        everything = optimizers is not None
+        tensors = storage.read_tensors(path, metadata, lambda key: everything or not _is_optimizer(key[0]), empty)
+        _merge(checkpoint, _with_optimizers(_local(tensors)))
+    else:
+        checkpoint = storage.load_file(path, mmap=True)
+        states = checkpoint.pop("optimizer_states", None)
+        checkpoint = shares.cut(checkpoint)
+        if states is not None and optimizers is not None:
+            same = len(states) == len(optimizers)  # else it is refused when it is loaded
+            pairs = zip(states, optimizers, strict=True) if same else ()
+            checkpoint["optimizer_states"] = [shares.cut_optimizer(*pair) for pair in pairs]
+    if not isinstance(checkpoint.get("state_dict"), dict):
+        raise ValueError(f"{path} is not a checkpoint of Lightning: it has no state_dict")
+    if optimizers is None:
+        checkpoint.pop("optimizer_states", None)
     return checkpoint
 
 
@@ -165,172 +195,6 @@ def optimizer_states_to_load(strategy: EPOverlapStrategy, checkpoint: Mapping[st
         _numbered(state, list(_grouped_names(strategy.lightning_module, optimizer)), f"optimizer {i}")
         for i, (optimizer, state) in enumerate(zip(strategy.optimizers, saved, strict=True))
     ]
-
-
-class _Shares:
-    """Which tensors of a checkpoint are experts, and this rank's share of them."""
-
-    def __init__(self, strategy: EPOverlapStrategy) -> None:
-        assert strategy.parallel is not None and strategy.mesh is not None
-        self.mesh: ExpertMesh = strategy.mesh
-        module = strategy.lightning_module
-        totals = {getattr(f.module, n): f.num_experts for f in strategy.parallel.experts for n in f.sharded}
-        self.totals: dict[Tensor, int] = totals
-        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        self.experts = {name: tensor for name, tensor in tensors if tensor in totals}
-        self.parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        self.is_first = strategy.is_global_zero
-        self._meshes: dict[str, DeviceMesh] = {}
-
-    def expert(self, name: Any) -> Tensor | None:
-        """The expert tensor that a name means, in this module or inside a wrapper, which puts a prefix in front."""
-        if name in self.experts:
-            return self.experts[name]
-        found = [n for n in self.experts if isinstance(name, str) and name.endswith(f".{n}")]
-        return self.experts[max(found, key=len)] if found else None
-
-    # -- saving
-
-    def take_models(self, values: dict[str, Any], path: Key = ()) -> dict[str, Any]:
-        """Move the model states anywhere in `values` out into the result, in nested dicts.
-
-        A dict that holds experts by name is one: the module's own, and those of callbacks such as weight averaging.
-        """
-        taken: dict[str, Any] = {}
-        for key, value in values.items():
-            if not isinstance(value, Mapping):
-                continue
-            if (not path and key == "state_dict") or any(self.expert(k) is not None for k in value):
-                tensors = {k: v for k, v in value.items() if isinstance(v, Tensor)}
-                taken[key] = {k: w for k, v in tensors.items() if (w := self._wrapped(k, v)) is not None}
-                values[key] = {k: v for k, v in value.items() if not isinstance(v, Tensor)}
-            else:
-                values[key] = inner = dict(value)
-                if deeper := self.take_models(inner, (*path, key)):
-                    taken[key] = deeper
-                else:
-                    values[key] = value
-        return taken
-
-    def _wrapped(self, name: str, tensor: Tensor) -> Tensor | None:
-        expert = self.expert(name)
-        if expert is not None and tensor.dim() and tensor.shape[0] == expert.shape[0]:
-            return self._dtensor(tensor)
-        # Buffers may differ between ranks; Lightning saves rank 0's.
-        return tensor.detach() if self.is_first or name in self.parameters else None
-
-    def take_optimizer(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(tensors, the rest) of an optimizer's state that is keyed by names."""
-        tensors: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
-        for name, entries in state["state"].items():
-            if not isinstance(entries, Mapping):
-                rest[name] = entries
-                continue
-            for key, value in entries.items():
-                if not isinstance(value, Tensor):
-                    rest.setdefault(name, {})[key] = value
-                elif (expert := self.experts.get(name)) is None or value.dim() == 0:
-                    tensors.setdefault(name, {})[key] = value
-                elif _follows(expert, value):
-                    tensors.setdefault(name, {})[key] = self._dtensor(value)
-                else:
-                    raise ValueError(
-                        f"the optimizer's state {key!r} of the experts {name!r} has the shape {tuple(value.shape)} and "
-                        f"cannot be divided by experts as the parameter {tuple(expert.shape)} can; use an optimizer "
-                        "whose states have the parameter's shape"
-                    )
-        return {"state": tensors}, {**state, "state": rest}
-
-    def _dtensor(self, local: Tensor) -> DTensor:
-        mesh = self._mesh(local.device.type)
-        return DTensor.from_local(local.detach(), mesh, [Replicate(), Shard(0)], run_check=False)
-
-    def _mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh for tensors of this device: nothing is communicated, and DTensor must not move them."""
-        if device_type not in self._meshes:
-            mesh = self.mesh
-            self._meshes[device_type] = (
-                mesh.device_mesh
-                if device_type == mesh.device_mesh.device_type
-                else DeviceMesh.from_group(
-                    [mesh.edp_group, mesh.ep_group],
-                    device_type,
-                    mesh=mesh.device_mesh.mesh,
-                    mesh_dim_names=("edp", "ep"),
-                )
-            )
-        return self._meshes[device_type]
-
-    # -- loading
-
-    def read(self, path: Path, optimizers: list[Optimizer] | None) -> dict[str, Any]:
-        if path.is_dir():
-            metadata = storage.read_metadata(path)
-            checkpoint = storage.read_meta(path, metadata)
-            everything = optimizers is not None
-            tensors = storage.read_tensors(
-                path, metadata, lambda key: everything or not _is_optimizer(key[0]), self._into
-            )
-            _merge(checkpoint, _with_optimizers(_local(tensors)))
-        else:
-            checkpoint = storage.load_file(path, mmap=True)
-            states = checkpoint.pop("optimizer_states", None)
-            checkpoint = self._cut(checkpoint)
-            if states is not None and optimizers is not None:
-                same = len(states) == len(optimizers)  # else it is refused when it is loaded
-                pairs = zip(states, optimizers, strict=True) if same else ()
-                checkpoint["optimizer_states"] = [self._cut_optimizer(*pair) for pair in pairs]
-        if not isinstance(checkpoint.get("state_dict"), dict):
-            raise ValueError(f"{path} is not a checkpoint of Lightning: it has no state_dict")
-        if optimizers is None:
-            checkpoint.pop("optimizer_states", None)
-        return checkpoint
-
-    def _into(self, key: Key, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        is_optimizer = _is_optimizer(key[0])
-        expert = self.experts.get(key[2]) if is_optimizer and len(key) == 4 else self.expert(key[-1])
-        total = self.totals[expert] if expert is not None else 0
-        if expert is None or not size or size[0] != total:
-            return torch.empty(size, dtype=dtype)
-        if is_optimizer and not _follows(expert, torch.empty((expert.shape[0], *size[1:]), device="meta")):
-            return torch.empty(size, dtype=dtype)
-        return self._dtensor(torch.empty((expert.shape[0], *size[1:]), dtype=dtype))
-
-    def _cut(self, value: Any, name: Any = None) -> Any:
-        """A single file's contents, experts found by name cut; its tensors are copied out of the mapped file."""
-        if isinstance(value, Mapping):
-            return type(value)((k, self._cut(v, k)) for k, v in value.items())
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(self._cut(v) for v in value)
-        if not isinstance(value, Tensor):
-            return value
-        expert = self.expert(name)
-        return (self._share(value, self.totals[expert]) if expert is not None else value).clone()
-
-    def _cut_optimizer(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-
-        def cut(parameter: Tensor | None, value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            total = self.totals.get(parameter, 0)
-            whole = parameter is not None and torch.empty((total, *parameter.shape[1:]), device="meta")
-            return (self._share(value, total) if total and _follows(whole, value) else value).clone()
-
-        cut_states = {
-            number: {key: cut(parameters.get(number), value) for key, value in entries.items()}
-            for number, entries in state["state"].items()
-        }
-        return {**state, "state": cut_states}
-
-    def _share(self, tensor: Tensor, total: int) -> Tensor:
-        return tensor[self.mesh.local_experts(total)] if tensor.dim() and tensor.shape[0] == total else tensor
-
-
-def _follows(parameter: Tensor, state: Tensor) -> bool:
-    """Whether an optimizer's state is divided by experts as the parameter is: the same shape, or factors of it."""
-    return state.shape == parameter.shape or (state.dim() >= 2 and state.shape[0] == parameter.shape[0])
 
 
 def _is_optimizer(key: str | int) -> bool:
