@@ -47,6 +47,7 @@ class EPConfig:
     moe_router_force_load_balancing: bool = False
     moe_permute_fusion: bool = True
     moe_dispatch_dedup: bool = True
+    rms_norm_fusion: bool = False
     experts_implementation: ExpertsImplementation = "grouped_mm"
     moe_deepep_num_sms: int = 20
     moe_hybridep_num_sms: int = 16

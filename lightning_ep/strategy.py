@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_ep import checkpoint
 from lightning_ep.config import EPConfig, ExpertsImplementation, OverlapSchedule
 from lightning_ep.constraints import enforce
+from lightning_ep.dense import fuse_rms_norms
 from lightning_ep.dispatch.alltoall import Transport
 from lightning_ep.experts.model import ParallelModel
 from lightning_ep.facts import Facts, gather_facts
@@ -48,6 +49,7 @@ class EPOverlapStrategy(DDPStrategy):
         moe_flex_dispatcher_backend: "deepep" or "hybridep".
         moe_permute_fusion: move rows with Triton kernels where there is a GPU.
         moe_dispatch_dedup: send a token once per destination rank instead of once per expert.
+        rms_norm_fusion: run the model's RMSNorms as one kernel each; rounds once instead of twice in half precision.
         moe_router_force_load_balancing: for benchmarks; replaces the routing by a balanced random one.
         experts_implementation: "grouped_mm" or "transformer_engine".
         timeout: how long a collective may wait before the job ends.
@@ -76,6 +78,7 @@ class EPOverlapStrategy(DDPStrategy):
         moe_router_force_load_balancing: bool = False,
         moe_permute_fusion: bool = True,
         moe_dispatch_dedup: bool = True,
+        rms_norm_fusion: bool = False,
         experts_implementation: ExpertsImplementation = "grouped_mm",
         moe_deepep_num_sms: int = 20,
         moe_hybridep_num_sms: int = 16,
@@ -139,6 +142,8 @@ class EPOverlapStrategy(DDPStrategy):
         enforce(self._facts())  # again: `configure_model` may have built the model since
         self.parallel.shard()
         self.parallel.materialize(self.root_device)
+        if self.config.rms_norm_fusion:
+            fuse_rms_norms(self.parallel.model)
         rank_zero_info(self.parallel.describe())
         super().setup(trainer)
 

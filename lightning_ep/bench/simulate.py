@@ -104,7 +104,9 @@ def main(argv: list[str]) -> int:
     module = build_module(config, args.layers)
     trainer = pl.Trainer(
         accelerator="cuda", devices=1, precision=config["trainer"].get("precision", "bf16-true"), max_epochs=1,
-        strategy=EmulatedStrategy(fabric, moe_router_force_load_balancing=True),
+        strategy=EmulatedStrategy(
+            fabric, moe_router_force_load_balancing=True, rms_norm_fusion=strategy_args.get("rms_norm_fusion", False)
+        ),
         accumulate_grad_batches=args.micro_batches, callbacks=[alternate], logger=False, enable_checkpointing=False,
         enable_model_summary=False, use_distributed_sampler=False, log_every_n_steps=10**9,
     )  # fmt: skip

@@ -12,15 +12,22 @@ import torch
 import torch.distributed as dist
 
 from lightning_ep.bench.shapes import qwen3_30b_a3b
+from lightning_ep.dense import fuse_rms_norms
 from tests.gpu.common import DEVICE, RANK, WORLD, kernel_times, parallelize, profiled, say, start, time_ms
 
 L, S = int(os.environ.get("L", 4)), int(os.environ.get("S", 4096))
 
 
+FUSED_NORMS = bool(int(os.environ.get("FUSED_NORMS", 0)))  # in all cases, the peer's too
+
+
 def build() -> torch.nn.Module:
     torch.manual_seed(0)
     with DEVICE:
-        return qwen3_30b_a3b(L).train()
+        model = qwen3_30b_a3b(L).train()
+    if FUSED_NORMS:
+        assert fuse_rms_norms(model) == 4 * L + 1
+    return model
 
 
 def peer() -> torch.nn.Module:
@@ -76,7 +83,7 @@ def measure_all(cases: dict, rounds: int = 2) -> None:
             torch.cuda.empty_cache()
     for name, times in best.items():
         tokens_s = S * 1e3 / min(times)
-        say(f"world {WORLD} L {L} S {S} {name:16s} {min(times):7.1f} ms (rounds {[round(t, 1) for t in times]})"
+        say(f"world {WORLD} L {L} S {S} fused norms {FUSED_NORMS} {name:16s} {min(times):7.1f} ms (rounds {[round(t, 1) for t in times]})"
             f"  {tokens_s:,.0f} tokens/s a rank  {notes[name]}")  # fmt: skip
     peer_ms = min(best["peer HF"])
     for name, times in best.items():
