@@ -11,6 +11,8 @@ _NOTHING = nullcontext()
 
 def annotate(name: str, layer: int) -> AbstractContextManager:
     """A range seen by the PyTorch profiler, and by Nsight Systems under `emit_nvtx`; nothing when none is on."""
-    if torch.autograd._profiler_enabled():
+    # A process-wide flag: the parked backward runs in a thread of its own, where the profiler does not look unless it
+    # was told to (`_ExperimentalConfig(profile_all_threads=True)`, as OverlapMetrics does).
+    if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(f"{name}/{layer}")
     return _NOTHING
