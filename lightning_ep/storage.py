@@ -144,7 +144,7 @@ def _put_in_place(staged: Path, token: str, target: Path) -> None:
             if entry.name != token and re.fullmatch("[0-9a-f]{32}", entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
         return
-    aside = target.with_name(f"{target.name}.replaced")
+    aside = target.with_stem(f"{target.stem}-replaced")  # by its name still a "last", should we die right here
     replaces = target.is_symlink() or target.is_file()  # a single-file checkpoint, or a link to another checkpoint
     if replaces:
         os.replace(target, aside)
