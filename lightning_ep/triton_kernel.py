@@ -47,6 +47,22 @@ class Kernel:
             compiled[(*grid, 1)](*tensors, *sizes, *(constants if _TAKES_CONSTANTS else ()))
 
 
-def kernel(sizes: tuple[str, ...] = ()) -> Callable[[Callable], Kernel]:
-    """Decorator: a `Kernel` whose parameters named in `sizes` may have any value without a new compilation."""
-    return lambda function: Kernel(triton.jit(function, do_not_specialize=list(sizes)))
+def kernel(sizes: tuple[str, ...] = (), scalar: tuple[str, ...] = ()) -> Callable[[Callable], Kernel]:
+    """Decorator that makes a `Kernel`.
+
+    Args:
+        sizes: parameters that may have any value without a new compilation.
+        scalar: tensors to access element by element, although 16 bytes at a time would do.
+    """
+    return lambda function: Kernel(
+        triton.jit(function, do_not_specialize=list(sizes), do_not_specialize_on_alignment=list(scalar))
+    )
+
+
+# triton.cdiv and triton.next_power_of_2 may be called in kernels too, and take as long as a launch on the host.
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -19,8 +19,8 @@ from lightning_ep.triton_kernel import ceil_div, kernel, next_power_of_2
 
 ROWS, INVALID, TOKENS = tl.constexpr(permute.ROWS), tl.constexpr(permute.INVALID), tl.constexpr(permute.TOKENS)
 
-# Slots that one program looks at in one step where it walks over all of them, and its warps.
-_SLOTS, _SLOT_WARPS = 8192, 16
+# Slots that a program looks at in one step where it walks over many (the next step is loading meanwhile); its warps.
+_SLOTS, _SLOT_WARPS = 4096, 16
 # Experts that one program counts: few enough programs to leave the GPU's other work alone, all in one read.
 _EXPERTS_AT_ONCE = tl.constexpr(4)
 # Bytes of a row that one program moves: 32 a thread, as two 16-byte accesses.
@@ -61,7 +61,7 @@ def _plan_rows(
         t = tl.arange(0, BLOCK_T)[:, None]
         rows = 0
         invalid_TK = tl.zeros((BLOCK_T, PADDED_K), tl.int32)
-        for start in range(0, num_tokens, BLOCK_T):
+        for start in tl.range(0, num_tokens, BLOCK_T, num_stages=2):
             inside = (start + t < num_tokens) & (k < K)
             slot = (start + t) * K + k
             ids = tl.load(experts + slot, mask=inside, other=0)
@@ -78,7 +78,7 @@ def _plan_rows(
         # Each lane keeps its counts of the experts side by side in one integer, 16 bits each.
         first = (pid - W) * _EXPERTS_AT_ONCE
         tokens = tl.zeros((BLOCK_S,), tl.int64)
-        for start in range(0, num_tokens * K, BLOCK_S):
+        for start in tl.range(0, num_tokens * K, BLOCK_S, num_stages=2):
             slot = start + tl.arange(0, BLOCK_S)
             inside = slot < num_tokens * K
             ids = tl.load(experts + slot, mask=inside, other=0)
@@ -178,7 +178,8 @@ def index_rows(
     return pos_RK, weights_P, offsets_L
 
 
-@kernel(sizes=("ep_rank",))
+# Wide accesses would give slots to threads in another order than the scattered stores have, and the scan be done twice.
+@kernel(sizes=("ep_rank",), scalar=("local", "weights", "pos_out"))
 def _index_rows(
     local, weights, counts, pos_out, weights_out, offsets_out, ep_rank,
     ID_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, W: tl.constexpr, PADDED_W: tl.constexpr,
@@ -201,7 +202,7 @@ def _index_rows(
     if source == 0:
         tl.store(offsets_out + expert, end)
 
-    for start in range(0, num_rows * K, BLOCK):
+    for start in tl.range(0, num_rows * K, BLOCK, num_stages=2):
         slot = start + tl.arange(0, BLOCK)
         inside = slot < num_rows * K
         row = (first_row + slot // K).to(tl.int64)
