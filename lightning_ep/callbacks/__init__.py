@@ -1,5 +1,6 @@
 """Callbacks and metrics that show whether overlap helped, and that it changed nothing."""
 
 from lightning_ep.callbacks.loss_parity import LossParity
+from lightning_ep.callbacks.overlap_metrics import OverlapMetrics
 
-__all__ = ["LossParity"]
+__all__ = ["LossParity", "OverlapMetrics"]
