@@ -16,7 +16,11 @@ _LAZY = {
     "ExpertsNotFoundError": "lightning_ep.experts.interface",
     "MoELayer": "lightning_ep.experts.layer",
     "apply_flex_dispatcher_backend": "lightning_ep.flex",
+    "consolidate_checkpoint": "lightning_ep.checkpoint",
+    "export_pretrained": "lightning_ep.export",
     "find_experts": "lightning_ep.experts.interface",
+    "from_pretrained": "lightning_ep.pretrained",
+    "load_full_state_dict": "lightning_ep.checkpoint",
     "validate_flex_dispatcher_backend": "lightning_ep.flex",
 }
 __all__ = ["EPOverlapStrategy", *_LAZY]

@@ -82,7 +82,7 @@ class _Writer(FileSystemWriter):
     """DCP's writer into a hidden sibling of `target`; its last step, on rank 0 alone, puts the whole in place."""
 
     def __init__(self, target: Path, token: str, meta: dict[str, Any]) -> None:
-        super().__init__(_unfinished(target, token))
+        super().__init__(unfinished(target, token))
         self.target, self.token, self.meta = target, token, meta
         self.is_coordinator = False
 
@@ -120,9 +120,10 @@ class _Writer(FileSystemWriter):
         _put_in_place(self.path, self.token, self.target)
 
 
-def _unfinished(target: Path, token: str) -> Path:
+def unfinished(target: Path, token: str | None = None) -> Path:
+    """A sibling of `target` to write to until it is complete; the next save of `target` clears up what is left."""
     # Not the target's name: Lightning looks for checkpoints by patterns in names.
-    return target.parent / f"{_UNFINISHED}-{_digest(target)}-{token}"
+    return target.parent / f"{_UNFINISHED}-{_digest(target)}-{token or new_token()}"
 
 
 def _digest(target: Path) -> str:
@@ -159,7 +160,14 @@ def _remove_unfinished(target: Path, spare: Path) -> None:
     for path in target.parent.glob(f"{_UNFINISHED}-*"):
         same = path.name.startswith(f"{_UNFINISHED}-{_digest(target)}-")
         if path != spare and (same or _age_seconds(path) > _STALE_SECONDS):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_quietly(path)
+
+
+def _remove_quietly(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _age_seconds(directory: Path) -> float:
@@ -183,7 +191,7 @@ def _sync_directory(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a checkpoint, file or directory; interrupted halfway, it is gone too."""
     if path.is_dir() and not path.is_symlink():
-        doomed = _unfinished(path, new_token())
+        doomed = unfinished(path)
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
     else:
@@ -373,7 +381,7 @@ def safe_globals() -> list[Any]:
 
 def write_file(value: dict[str, Any], path: Path) -> None:
     """`torch.save` to a file that appears, or is replaced, at once."""
-    staged = _unfinished(path, new_token())
+    staged = unfinished(path)
     try:
         with staged.open("wb") as file:
             torch.save(value, file)

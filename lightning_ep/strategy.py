@@ -29,6 +29,7 @@ from lightning_ep.experts.model import ParallelModel
 from lightning_ep.facts import Facts, gather_facts
 from lightning_ep.gradients import AgreeingGradScaler, GradientReducer, global_grad_norm
 from lightning_ep.mesh import ExpertMesh, build_mesh
+from lightning_ep.pretrained import experts_will_be_cut
 from lightning_ep.schedule.one_f_one_b import OneFOneB
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,12 @@ class EPOverlapStrategy(DDPStrategy):
         else:
             with super().tensor_init_context(empty_init):
                 yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around `configure_model`: `lightning_ep.from_pretrained` leaves the weights to `materialize`."""
+        with experts_will_be_cut():
+            yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.parallel is not None

@@ -13,6 +13,7 @@ from lightning_ep.experts.interface import FoundExperts, find_experts
 from lightning_ep.experts.parallel import ExpertParallel, install, shard_experts
 from lightning_ep.experts.wgrad import WeightGradQueue
 from lightning_ep.mesh import ExpertMesh
+from lightning_ep.pretrained import load_deferred
 
 # DDP's own name for it; Lightning's initial broadcast honours it too.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -89,11 +90,13 @@ class ParallelModel:
                 dist.broadcast(getattr(found.module, name).detach(), source, group=self.mesh.edp_group)
 
     def materialize(self, device: torch.device) -> None:
-        """Allocate what is on the meta device, after cutting, and initialise it.
+        """Allocate what is on the meta device, after cutting, and load or initialise it.
 
-        Hugging Face models initialise by their own rules, other modules by `reset_parameters`. The generator differs by
-        EP rank, or all ranks' experts would be copies; dense parameters are made equal by the initial broadcast.
+        Models of `lightning_ep.from_pretrained` read their shards. Of the rest Hugging Face models initialise by their
+        own rules, other modules by `reset_parameters`. The generator differs by EP rank, or all ranks' experts would be
+        copies; dense parameters are made equal by the initial broadcast.
         """
+        load_deferred(self.model, self.experts, self.mesh, device)
         if not any(t.is_meta for t in [*self.model.parameters(), *self.model.buffers()]):
             return
         allocated: dict[Tensor, Tensor] = {}

@@ -135,7 +135,7 @@ def test_directory_that_ranks_do_not_share(tmp_path: Path) -> None:
 def test_unfinished_saves_are_cleared(tmp_path: Path) -> None:
     """Those of the same name at once, others when they are old."""
     write(tmp_path / "a.ckpt", 1.0)
-    same, other, old = (storage._unfinished(tmp_path / f"{n}.ckpt", storage.new_token()) for n in "abc")
+    same, other, old = (storage.unfinished(tmp_path / f"{n}.ckpt") for n in "abc")
     for path in (same, other, old):
         path.mkdir()
         (path / "__0_0.distcp").write_bytes(b"half")
