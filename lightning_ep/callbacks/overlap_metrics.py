@@ -16,11 +16,11 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ep.callbacks.host_exchanges import SOURCE as HOST_SOURCE
 from lightning_ep.callbacks.host_exchanges import HostExchanges
-from lightning_ep.callbacks.step_clock import StepClock, tokens_of
+from lightning_ep.callbacks.step_clock import StepClock, flops_of, peak_memory, tokens_of
 
 KERNEL_SOURCE = "GPU: unions of kernel intervals of a profiler trace"
 _WINDOW_KEYS = ("comm_ms", "hidden_ms", "exposed_ms", "hidden_gemm_attention_ms", "gpu_active_ms")
@@ -255,11 +255,11 @@ class OverlapMetrics(pl.Callback):
             self._log(trainer, self._step_metrics(module, sum(seconds) / len(seconds)), module)
 
     def _step_metrics(self, module: pl.LightningModule, seconds: float) -> dict[str, float]:
-        metrics = {"step_ms": seconds * 1e3, "peak_memory_gib": _peak_memory(module.device) / 2**30}
+        metrics = {"step_ms": seconds * 1e3, "peak_memory_gib": peak_memory(module.device) / 2**30}
         if self._step_tokens is not None:
             metrics["tokens_per_second"] = self._step_tokens * _world() / seconds
             if self._flops is None:
-                self._flops = _flops_per_token(module, self._length)
+                self._flops = flops_of(module, self._length) or 0.0
             if self._flops:
                 metrics["tflops_per_gpu"] = self._flops * self._step_tokens / seconds / 1e12
         return metrics
@@ -291,27 +291,3 @@ def _all_threads() -> dict[str, Any]:
         return {"experimental_config": torch._C._profiler._ExperimentalConfig(profile_all_threads=True)}
     except (AttributeError, TypeError):
         return {}
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _flops_per_token(module: nn.Module, length: int) -> float:
-    """Of the first Hugging Face config inside that the formula covers; 0 when there is none."""
-    from lightning_ep.bench.flops import flops_per_token
-
-    for inner in module.modules():
-        config = getattr(inner, "config", None)
-        if hasattr(config, "num_hidden_layers"):
-            try:
-                return flops_per_token(config, length).training
-            except (ValueError, AttributeError) as error:
-                rank_zero_warn(f"OverlapMetrics logs no TFLOP/s: {error}; pass flops_per_token to have it")
-                break
-    return 0.0

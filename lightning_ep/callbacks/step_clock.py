@@ -1,13 +1,15 @@
-"""Times of optimizer steps and tokens of batches, without making the host wait for the GPU."""
+"""What a step took and was: time, tokens, FLOPs, memory; without making the host wait for the GPU."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 
 
 class StepClock:
@@ -58,4 +60,29 @@ def tokens_of(batch: Any) -> tuple[int, int] | None:
     for tensor in candidates:
         if isinstance(tensor, Tensor) and tensor.dim() >= 2 and not tensor.is_floating_point():
             return tensor.numel(), tensor.shape[-1]
+    return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that was allocated on this rank's GPU; on CPU the process's largest size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def flops_of(module: nn.Module, sequence_length: int) -> float | None:
+    """Training FLOPs of one token, from the first Hugging Face config inside; None where the formula does not apply."""
+    from lightning_ep.bench.flops import flops_per_token
+
+    for inner in module.modules():
+        config = getattr(inner, "config", None)
+        if hasattr(config, "num_hidden_layers"):
+            try:
+                return flops_per_token(config, sequence_length).training
+            except (ValueError, AttributeError) as error:
+                rank_zero_warn(f"no TFLOP/s: {error}")
+                break
     return None
