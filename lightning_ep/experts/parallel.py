@@ -83,7 +83,9 @@ def expert_parallel_forward(
 ) -> Tensor:
     """`experts(hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K]) -> [T, D]` over the EP group."""
     ep: ExpertParallel = module._expert_parallel
-    experts_TK = ep.balanced(top_k_index) if ep.force_load_balancing else top_k_index
+    if top_k_index.is_floating_point():
+        raise ValueError(f"MoE layer {ep.layer}: expert ids are {top_k_index.dtype}; the router has to give integers")
+    experts_TK = ep.balanced(top_k_index) if ep.force_load_balancing else top_k_index.long()
     exchange = ep.dispatcher.route(experts_TK)
     x_TD = hidden_states.to(compute_dtype(hidden_states)).contiguous()
     rows = dispatch(exchange, x_TD, top_k_weights)
@@ -102,7 +104,11 @@ def _own_forward(module: nn.Module, ep: ExpertParallel, rows) -> Tensor:
     index_P1 = local.repeat_interleave(counts, output_size=sum(rows.tokens_per_expert))[:, None]
     ones_P1 = torch.ones_like(rows.weights_P)[:, None]
     out_PD = ep.own_forward(module, rows.rows_PD, index_P1, ones_P1.to(rows.rows_PD.dtype))
-    return (out_PD * rows.weights_P[:, None]).to(out_PD.dtype)
+    out_PD = (out_PD * rows.weights_P[:, None]).to(out_PD.dtype)
+    # A loop over the experts that were hit leaves no graph without tokens, but the backward's exchange takes all ranks.
+    if torch.is_grad_enabled() and not out_PD.requires_grad and any(p.requires_grad for p in module.parameters()):
+        out_PD.requires_grad_()
+    return out_PD
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
