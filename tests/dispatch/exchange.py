@@ -39,7 +39,8 @@ def dispatch(
     ranks = []
     for me, (rank, sent_counts) in enumerate(plans):
         # 0xAB: what nobody writes must be the same in two runs that are compared
-        sent = torch.full((int(sent_counts[:, ROWS].sum()), wire.row_bytes), 0xAB, dtype=torch.uint8)
+        shape = int(sent_counts[:, ROWS].sum()), wire.row_bytes
+        sent = torch.full(shape, 0xAB, dtype=torch.uint8, device=experts[me].device)
         row, first = moves.resolve_rows(experts[me], weights[me], rank, sent_counts, me, num_experts, sent, wire)
         moves.scatter_rows(tokens[me], first, wire.tokens(sent))
         ranks.append(Rank(experts[me], rank, sent_counts, row, first, sent, *[torch.empty(0)] * 5))
