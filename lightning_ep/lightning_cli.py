@@ -34,7 +34,18 @@ class SaveConfigBesideLogs(SaveConfigCallback):
 
 
 class EPLightningCLI(LightningCLI):
-    """LightningCLI for any LightningModule and data module, given by class path or name."""
+    """LightningCLI for any LightningModule and data module, given by class path or name.
+
+    Args:
+        argv: the command line after the program's name.
+        kwargs: LightningCLI's own.
+    """
+
+    def __init__(self, argv: list[str], **kwargs: Any) -> None:
+        self.argv = argv
+        # Left to itself LightningCLI reads sys.argv, which the processes that Lightning starts get too.
+        args = None if argv == sys.argv[1:] else argv
+        super().__init__(args=args, save_config_callback=SaveConfigBesideLogs, **kwargs)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -42,9 +53,9 @@ class EPLightningCLI(LightningCLI):
         return {name: known[name] for name in ("fit", "test", "predict")}
 
     def before_instantiate_classes(self) -> None:
-        strategy = self.config[self.subcommand].trainer.strategy
+        strategy = self._get(self.config, "trainer").strategy
         arguments: Any = getattr(strategy, "init_args", None)
-        if arguments is not None and both_overridden(sys.argv[1:]):
+        if arguments is not None and both_overridden(self.argv):
             kind, backend, note = settle_dispatcher(
                 arguments.moe_token_dispatcher_type, arguments.moe_flex_dispatcher_backend
             )
@@ -59,12 +70,7 @@ def main(argv: list[str]) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        # Left to itself LightningCLI reads sys.argv, which the processes that Lightning starts get too.
-        EPLightningCLI(
-            args=None if argv == sys.argv[1:] else argv,
-            save_config_callback=SaveConfigBesideLogs,
-            save_config_kwargs={"overwrite": True},
-        )
+        EPLightningCLI(argv, save_config_kwargs={"overwrite": True})
     except ConfigurationError as error:
         rank_zero_only(print)(error.located(_origins(argv)), file=sys.stderr)
         return 1

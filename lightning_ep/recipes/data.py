@@ -98,10 +98,10 @@ class TextFolder(LightningDataModule):
         return torch.tensor(ids, dtype=torch.int32)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.hparams.micro_batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.train, batch_size=self.hparams.micro_batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.held_out, self.hparams.micro_batch_size)
+        return DataLoader(self.held_out, batch_size=self.hparams.micro_batch_size)
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader
@@ -145,7 +145,8 @@ class RandomTokens(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         hp = self.hparams
-        return DataLoader(_RandomSequences(hp.vocab_size, hp.seq_length, hp.num_sequences), hp.micro_batch_size)
+        sequences = _RandomSequences(hp.vocab_size, hp.seq_length, hp.num_sequences)
+        return DataLoader(sequences, batch_size=hp.micro_batch_size)
 
 
 class _RandomSequences(Dataset):
