@@ -62,7 +62,7 @@ def plot_timeline(tables: Sequence[KernelTable], path: str | Path, titles: Seque
     windows = [steady_window(table) for table in tables]
     widest = max(end - start for start, end in windows)
     rows = [len(lanes(table, window)) + 1 for table, window in zip(tables, windows, strict=True)]
-    figure = _figure(14, sum(0.45 * r + 1.1 for r in rows) + 0.6)
+    figure = new_figure(14, sum(0.45 * r + 1.1 for r in rows) + 0.6)
     grid = figure.subplots(len(tables), 1, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
     for axes, table, window, title in zip(grid, tables, windows, titles or [t.label for t in tables], strict=True):
         _draw_lanes(axes, table, window, title)
@@ -88,7 +88,7 @@ def plot_breakdown(groups: Sequence[tuple[str, Sequence[tuple[str, OverlapReport
     """
     bars = [(label, report) for _, group in groups for label, report in group]
     per_step = all(report.step_count for _, report in bars)
-    figure = _figure(max(6.5, 1.5 * len(bars) + 4.2), 5.2)
+    figure = new_figure(max(6.5, 1.5 * len(bars) + 4.2), 5.2)
     axes = figure.subplots()
     at, ticks = 0.0, []
     for title, group in groups:
@@ -161,7 +161,8 @@ def _draw_bar(axes: Axes, at: float, report: OverlapReport, steps: int) -> None:
     axes.text(at, bottom, f"{bottom:.4g} ms{hidden}", ha="center", va="bottom", fontsize=9)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, outside pyplot's global state."""
     if not is_available("matplotlib"):
         raise ValueError("plots need matplotlib, which is not installed; pip install 'lightning-ep[plots]'")
     from matplotlib.figure import Figure
