@@ -25,6 +25,9 @@ from lightning_ep.facts import Facts
 from lightning_ep.mesh import ExpertMesh
 from lightning_ep.strategy import EPOverlapStrategy
 
+# The strategy's options that mean the same here; what is compared and what makes the cluster are set by the command.
+_KEPT = ("rms_norm_fusion", "moe_permute_fusion", "moe_dispatch_dedup")
+
 
 class EmulatedStrategy(EPOverlapStrategy):
     """The strategy in one process that plays rank 0 of `fabric.size`: its own experts only, tokens on the fabric."""
@@ -99,14 +102,13 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     config = yaml.safe_load(Path(args.config).read_text())
     strategy_args = config["trainer"]["strategy"].get("init_args", {})
+    kept = {name: value for name, value in strategy_args.items() if name in _KEPT}
     fabric = EmulatedFabric(strategy_args["expert_model_parallel_size"], args.bandwidth, args.latency, args.sms)
     alternate = Alternate(args.micro_batches, args.rounds)
     module = build_module(config, args.layers)
     trainer = pl.Trainer(
         accelerator="cuda", devices=1, precision=config["trainer"].get("precision", "bf16-true"), max_epochs=1,
-        strategy=EmulatedStrategy(
-            fabric, moe_router_force_load_balancing=True, rms_norm_fusion=strategy_args.get("rms_norm_fusion", False)
-        ),
+        strategy=EmulatedStrategy(fabric, **{**kept, "moe_router_force_load_balancing": True}),
         accumulate_grad_batches=args.micro_batches, callbacks=[alternate], logger=False, enable_checkpointing=False,
         enable_model_summary=False, use_distributed_sampler=False, log_every_n_steps=10**9,
     )  # fmt: skip

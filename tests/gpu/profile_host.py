@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_ep.bench.shapes import qwen3_30b_a3b
 from lightning_ep.config import EPConfig
+from lightning_ep.dense import fuse_rms_norms
 from lightning_ep.dispatch.emulated import EmulatedFabric
 from lightning_ep.experts.model import ParallelModel
 from lightning_ep.mesh import ExpertMesh
@@ -23,7 +24,7 @@ from lightning_ep.mesh import ExpertMesh
 L, S, RANKS = (int(os.environ.get(k, d)) for k, d in (("L", 6), ("S", 4096), ("RANKS", 16)))
 
 
-def build() -> torch.nn.Module:
+def build() -> tuple[ParallelModel, torch.nn.Module]:
     alone = dist.group.WORLD
     mesh = DeviceMesh.from_group(
         [alone, alone], "cuda", mesh=torch.zeros(1, 1, dtype=torch.int), mesh_dim_names=("edp", "ep")
@@ -36,7 +37,9 @@ def build() -> torch.nn.Module:
     )
     parallel.shard()
     parallel.materialize(torch.device("cuda"))
-    return model.train()
+    if os.environ.get("FUSED_NORMS"):
+        fuse_rms_norms(model)
+    return parallel, model.train()
 
 
 def timed(name: str, fn, repeats: int = 5):
@@ -58,7 +61,7 @@ def study(label: str, model: torch.nn.Module, ids: torch.Tensor) -> None:
     def forward():
         return model(input_ids=ids, labels=ids).loss
 
-    for _ in range(2):
+    for _ in range(4):
         forward().backward()
     timed(f"{label}: forward", forward)
     losses = [forward() for _ in range(3)]
@@ -97,7 +100,7 @@ if __name__ == "__main__":
     launch_cost()
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29777", rank=0, world_size=1)
     torch.set_default_dtype(torch.bfloat16)
-    model = build()
+    _, model = build()
     ids = torch.randint(0, 1024, (1, S), device="cuda")
     study("eager", model, ids)
     profiler = cProfile.Profile()
@@ -107,10 +110,4 @@ if __name__ == "__main__":
     profiler.disable()
     torch.cuda.synchronize()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(28)
-    if os.environ.get("COMPILE"):
-        for layer in model.model.layers:
-            layer.self_attn.compile()
-            layer.input_layernorm.compile()
-            layer.post_attention_layernorm.compile()
-        study("compiled attention and norms", model, ids)
     dist.destroy_process_group()
