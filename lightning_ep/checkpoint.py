@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_ep import storage
+from lightning_ep.agreement import on_all_ranks
 from lightning_ep.plain_values import plain
 from lightning_ep.shares import ExpertShares
 from lightning_ep.storage import Key
@@ -120,19 +120,8 @@ def load(strategy: EPOverlapStrategy, path: str | os.PathLike, fitting: bool) ->
     Raises ValueError or FileNotFoundError, on every rank, naming the file.
     """
     path = Path(strategy.broadcast(os.fspath(path)))
-    checkpoint, failure = None, None
-    try:
-        checkpoint = _read(path, ExpertShares(strategy), strategy.optimizers if fitting else None)
-    except Exception as e:
-        failure = e
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise ValueError(f"rank {rank}: {text}")
-    assert checkpoint is not None
+    shares, optimizers = ExpertShares(strategy), strategy.optimizers if fitting else None
+    checkpoint = on_all_ranks(lambda: _read(path, shares, optimizers))
     if lost := checkpoint.pop(_LOST, None):
         rank_zero_warn(f"{path} was saved without {', '.join(lost)}")
     return checkpoint

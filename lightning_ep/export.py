@@ -8,12 +8,13 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ep.agreement import on_all_ranks
 from lightning_ep.experts.interface import find_experts
 from lightning_ep.mesh import ExpertMesh
 from lightning_ep.storage import unfinished
@@ -36,48 +37,33 @@ def export_pretrained(model: nn.Module, directory: str | Path, max_shard_bytes: 
         directory: must not exist, or be empty; it appears when it is complete.
         max_shard_bytes: size of one safetensors file.
 
-    Raises ValueError on every rank: no transformers model inside, a directory that is not empty, a full disk.
+    Raises on every rank: ValueError when there is no transformers model inside or the directory is not empty, OSError
+    (on rank 0, ValueError elsewhere) when the disk is full.
     """
     inner = _transformers_model(model)
-    directory = Path(os.path.abspath(directory))
-    failure: Exception | None = None
-    writer = None
-    if _rank() == 0:
-        try:
-            if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-                raise ValueError(f"{directory} is not empty; export to a new directory")
-            writer = _Writer(unfinished(directory), max_shard_bytes)
-        except Exception as e:
-            failure = e
+    target = Path(os.path.abspath(directory))
+    writer = on_all_ranks(lambda: _Writer(target, max_shard_bytes) if _rank() == 0 else None)
     state, spread = inner.state_dict(), _spread(inner)
+    failure: Exception | None = None
     for names in _groups(inner, state):
-        try:
-            tensors = {name: _whole(state[name], spread.get(name)) for name in names}
-            if writer is not None and failure is None:
+        tensors = {name: _whole(state[name], spread.get(name)) for name in names}
+        if writer is not None and failure is None:
+            try:
                 writer.add(_as_on_disk(inner, tensors))
-        except Exception as e:
-            failure = failure or e  # the other ranks go on sending
-    if writer is not None:
-        try:
-            if failure is None:
-                writer.finish(inner)
-                os.rename(writer.folder, directory)
-        except Exception as e:
-            failure = e
-        finally:
+            except Exception as e:  # said at the end: the other ranks are sending
+                failure = e
+
+    def finish() -> None:
+        if failure is not None:
+            raise failure
+        if writer is not None:
+            writer.finish(inner)
+
+    try:
+        on_all_ranks(finish)
+    finally:
+        if writer is not None:
             shutil.rmtree(writer.folder, ignore_errors=True)
-    _raise_everywhere(failure, directory)
-
-
-def _raise_everywhere(failure: Exception | None, directory: Path) -> None:
-    texts: list[str | None] = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-    if dist.is_initialized():
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, texts[0])
-        texts = everybody
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise ValueError(f"export to {directory} failed on rank {rank}: {text}") from failure
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -146,9 +132,11 @@ def _rank() -> int:
 class _Writer:
     """Tensors into safetensors files of bounded size, then an index and the configuration."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder, self.max_bytes = folder, max_bytes
-        folder.mkdir(parents=True)
+    def __init__(self, target: Path, max_bytes: int) -> None:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"{target} is not empty; export to a new directory")
+        self.target, self.folder, self.max_bytes = target, unfinished(target), max_bytes
+        self.folder.mkdir(parents=True)
         self.waiting: dict[str, Tensor] = {}
         self.files: list[list[str]] = []
         self.total = 0
@@ -186,3 +174,4 @@ class _Writer:
         config.save_pretrained(self.folder)
         if model.can_generate():
             model.generation_config.save_pretrained(self.folder)
+        os.rename(self.folder, self.target)

@@ -17,6 +17,7 @@ import json
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_ep.agreement import on_all_ranks
 from lightning_ep.experts.interface import FoundExperts
 from lightning_ep.imports import is_available
 from lightning_ep.mesh import ExpertMesh
@@ -64,7 +66,11 @@ def from_pretrained(path: str | Path, model_class: Any = None, **kwargs: Any) ->
     directory = _directory(path)
     model_class = model_class or transformers.AutoModelForCausalLM
     if not (_cutting.get() or torch.get_default_device().type == "meta"):
-        model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
+        how = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # to name them
+        try:
+            model, info = model_class.from_pretrained(directory, **how, **kwargs)
+        except RuntimeError as e:
+            raise ValueError(f"{directory} does not fit the model; the report above names the weights: {e}") from e
         _refuse_incomplete(directory, info)
         return model
     building = {k: kwargs.pop(k) for k in ("attn_implementation", "experts_implementation") if k in kwargs}
@@ -84,11 +90,15 @@ def from_pretrained(path: str | Path, model_class: Any = None, **kwargs: Any) ->
 
 
 def load_deferred(model: nn.Module, experts: list[FoundExperts], mesh: ExpertMesh, device: torch.device) -> None:
-    """Load what `from_pretrained` left on disk anywhere in `model`, whose `experts` are cut already, to `device`."""
+    """Load what `from_pretrained` left on disk anywhere in `model`, whose `experts` are cut already, to `device`.
+
+    Collective: what one rank's share of the files lacks is an error on all ranks.
+    """
     for module in model.modules():
         if (directory := module.__dict__.pop(_PATH, None)) is not None:
             inside = set(module.modules())
-            _load(module, directory, [found for found in experts if found.module in inside], mesh, device)
+            own = [found for found in experts if found.module in inside]
+            on_all_ranks(partial(_load, module, directory, own, mesh, device))
 
 
 def _load(
@@ -102,17 +112,17 @@ def _load(
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(directory),
         device_map={"": device},
+        ignore_mismatched_sizes=True,  # to name them
         dtype=model.dtype,
         dtype_plan=model._get_dtype_plan(model.dtype),
         weight_mapping=get_model_conversion_mapping(model),
     )
     with _quiet(), _experts_as_shares(experts, mesh), ExitStack() as files:
         slices = _slices(directory, files)
-        try:
-            info, _ = convert_and_load_state_dict_in_model(model, slices, config)
-            info = model._finalize_model_loading(model, config, info)
-        except RuntimeError as e:
-            raise ValueError(f"{directory} does not fit {type(model).__name__}: {e}") from e
+        info, _ = convert_and_load_state_dict_in_model(model, slices, config)
+        if info.conversion_errors:
+            raise ValueError(f"{directory} does not fit {type(model).__name__}: {info.conversion_errors}")
+        info = model._finalize_model_loading(model, config, info)
     _refuse_incomplete(directory, info.to_dict())
     for name, p in model.named_parameters():
         p.requires_grad_(name not in frozen)
