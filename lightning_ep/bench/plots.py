@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def plot_steps(cases: Sequence[CaseResult], path: str | Path) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    figure = new_figure(max(6.0, 2.2 * len(cases) + 1.5), 4.6)
+    figure = new_figure(max(6.0, 2.4 * len(cases) + 1.5), 4.6)
     axes = figure.subplots()
     for x, case in enumerate(cases):
         low, high = case.range
@@ -33,7 +34,7 @@ def plot_steps(cases: Sequence[CaseResult], path: str | Path) -> None:
         axes.text(
             x, 1.01, f"{case.mean:.4g} s\n{ratio}x", transform=axes.get_xaxis_transform(), ha="center", va="bottom"
         )
-    axes.set_xticks(range(len(cases)), [_wrapped(case.name) for case in cases])
+    axes.set_xticks(range(len(cases)), [_wrapped(case.name) for case in cases], fontsize=9)
     axes.set_xlim(-0.6, len(cases) - 0.4)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("time of a step (s)")
@@ -60,6 +61,15 @@ def plot_traces(traces: Mapping[str, Path], folder: Path) -> None:
     plot_breakdown(groups, folder / "breakdown.png")
 
 
-def _wrapped(name: str) -> str:
-    """Case names are long: one setting a line, and a break at its sign."""
-    return name.replace(", ", "\n").replace("=", "=\n" if len(name) > 24 and ", " not in name else "=")
+def _wrapped(name: str, width: int = 24) -> str:
+    """Case names are long: one setting a line, broken at underscores."""
+    lines = []
+    for setting in name.split(", "):
+        line = ""
+        for part in re.findall(r"[^_]+_*", setting):
+            if line and len(line) + len(part) > width:
+                lines.append(line)
+                line = ""
+            line += part
+        lines.append(line)
+    return "\n".join(lines)

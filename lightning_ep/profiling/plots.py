@@ -88,7 +88,8 @@ def plot_breakdown(groups: Sequence[tuple[str, Sequence[tuple[str, OverlapReport
     """
     bars = [(label, report) for _, group in groups for label, report in group]
     per_step = all(report.step_count for _, report in bars)
-    figure = new_figure(max(6.5, 1.5 * len(bars) + 4.2), 5.2)
+    longest = max(len(line) for label, _ in bars for line in label.split("\n"))
+    figure = new_figure(max(6.5, max(1.5, 0.1 * longest) * len(bars) + 4.2), 5.2)
     axes = figure.subplots()
     at, ticks = 0.0, []
     for title, group in groups:
