@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_ep.pretrained import from_pretrained
 from lightning_ep.strategy import EPOverlapStrategy
 
 
@@ -25,7 +26,8 @@ class CausalLMModule(LightningModule):
     Args:
         model_type: a model type of transformers, such as "qwen3_moe" or "mixtral".
         config: what differs from that type's default configuration, such as `num_hidden_layers`.
-        pretrained: folder of a Hugging Face checkpoint; gives the configuration and the weights, `config` overrides.
+        pretrained: folder or Hub name of a Hugging Face checkpoint: configuration (`config` overrides it) and weights,
+            of which each rank reads the dense ones and its own experts.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ...
         lr: peak learning rate of AdamW, reached after `warmup_steps`, then a cosine down to `min_lr_ratio` of it.
         weight_decay: for matrices; norms and biases have none.
@@ -101,15 +103,14 @@ class CausalLMModule(LightningModule):
 
 
 def build_model(hparams: Any) -> nn.Module:
-    """The transformers model of a `CausalLMModule`'s hyperparameters, on the current default device."""
+    """The transformers model of a `CausalLMModule`'s hyperparameters, on the default device and in the default dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     changes = {"use_cache": False, **(hparams.config or {})}
+    how = {"attn_implementation": hparams.attn_implementation, "dtype": torch.get_default_dtype()}
     if hparams.pretrained:
-        config = AutoConfig.from_pretrained(hparams.pretrained, **changes)
-    else:
-        config = AutoConfig.for_model(hparams.model_type, **changes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=hparams.attn_implementation)
+        return from_pretrained(hparams.pretrained, **how, **changes).train()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(hparams.model_type, **changes), **how)
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ class TextFolder(LightningDataModule):
 
     def _stream(self, files: list[Path]) -> Tensor:
         if self.hparams.tokenizer is None:
-            return torch.frombuffer(bytearray(b"\0".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+            text = bytearray(b"\0".join(path.read_bytes() for path in files))
+            return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.hparams.tokenizer)

@@ -1,0 +1,53 @@
+"""What the README shows works: its example runs as it stands, its links exist, the models it names are known."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from lightning_ep.experts.interface import UNSUPPORTED
+from tests.launch.test_launchers import ROOT, run_all
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert sum(1 for line in code.splitlines() if line.strip()) <= 17
+    script = tmp_path / "example.py"
+    on_cpu = code.replace("pl.Trainer(", f'pl.Trainer(accelerator="cpu", default_root_dir={str(tmp_path)!r}, ')
+    script.write_text(on_cpu + "\nprint('STEPS', trainer.global_step, trainer.callback_metrics)\n")
+    (output,) = run_all([sys.executable, str(script)])
+    assert output.count("STEPS 2 ") == 2  # 64 sequences / 2 ranks / 4 a batch / 4 micro-batches
+    assert "over EP 2" in output
+
+
+def test_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    assert links
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert not missing
+
+
+def test_paths_in_commands_exist() -> None:
+    paths = re.findall(r"\b(?:examples|configs|docs)/[\w/.]+\.(?:py|sh|sbatch|yaml|md)", README)
+    assert "examples/demo.py" in paths
+    assert not [path for path in paths if not (ROOT / path).is_file()]
+
+
+def test_unsupported_families_are_all_named() -> None:
+    limits = README[README.index("## Limits") :]
+    missing = {reason.split()[0] for reason in UNSUPPORTED.values() if reason.split()[0] not in limits}
+    assert not missing
+
+
+def test_named_models_exist_in_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    named = {
+        "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_next", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss",
+        "glm4_moe", "olmoe", "granitemoe", "ernie4_5_moe", "phimoe", "minimax", "jamba", "nemotron_h", "kimi_linear",
+        "gemma4",
+    }  # fmt: skip
+    assert named <= set(CONFIG_MAPPING)
