@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -71,13 +73,15 @@ class ExpertLoad(Metric):
         self.tokens[layer] += counts[1:]
 
     def compute(self) -> dict[str, Tensor]:
-        tokens = self.tokens.double()
-        share = tokens / tokens.sum(1, keepdim=True)
-        entropy = torch.special.entr(share).sum(1)
-        if self.num_experts > 1:
-            entropy = entropy / torch.tensor(float(self.num_experts)).log().to(entropy)
-        return {
-            "max_over_mean": share.amax(1) * self.num_experts,
-            "entropy": entropy,
-            "dead": (self.tokens == 0).sum(1),
-        }
+        return load_statistics(self.tokens)
+
+
+def load_statistics(tokens_LE: Tensor) -> dict[str, Tensor]:
+    """`max_over_mean`, `entropy` and `dead` of each layer, `[L]`, from the tokens of each expert, `[L, E]`."""
+    num_experts = tokens_LE.shape[1]
+    tokens = tokens_LE.double()
+    share = tokens / tokens.sum(1, keepdim=True)
+    entropy = torch.special.entr(share).sum(1)
+    if num_experts > 1:
+        entropy = entropy / math.log(num_experts)
+    return {"max_over_mean": share.amax(1) * num_experts, "entropy": entropy, "dead": (tokens_LE == 0).sum(1)}
