@@ -69,6 +69,11 @@ class EPConfig:
         if wrong := value_errors({field.name: getattr(self, field.name) for field in fields(self)}):
             raise ValueError("; ".join(f"{name}={getattr(self, name)!r} {text}" for name, text in wrong.items()))
 
+    @property
+    def delays_wgrad(self) -> bool:
+        """Whether expert weight gradients wait for the dispatch gradient's exchange, under a schedule or without."""
+        return self.delay_wgrad_compute or self.overlap_dispatch_backward_with_experts_wgrad
+
 
 def value_errors(options: dict[str, object]) -> dict[str, str]:
     """What is wrong with every option whose value means nothing on its own, and the fix."""

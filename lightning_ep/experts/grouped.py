@@ -11,37 +11,45 @@ from torch.autograd.function import Function, once_differentiable
 
 from lightning_ep.dispatch.base import ExpertRows, hand_over_in_backward
 from lightning_ep.experts import activation
+from lightning_ep.experts.gemm import Gemm, Split
 from lightning_ep.experts.interface import ExpertsLayout
 from lightning_ep.experts.wgrad import WeightGradQueue
 from lightning_ep.schedule.turns import BACKWARD, hand_over
 
 
 def grouped_experts(
-    module: nn.Module, layout: ExpertsLayout, rows: ExpertRows, layer: int, queue: WeightGradQueue | None
+    module: nn.Module,
+    layout: ExpertsLayout,
+    rows: ExpertRows,
+    gemm: Gemm,
+    layer: int = 0,
+    queue: WeightGradQueue | None = None,
 ) -> Tensor:
     """The experts' outputs times their routing weights, `[P, D]`.
 
     Args:
         module: the experts module with its local parameters.
-        rows: `rows_PD` in the dtype to compute in.
-        queue: where weight gradients wait; None computes them in the backward.
+        rows: `rows_PD` in the dtype to compute in; each expert's a multiple of `gemm.row_multiple`.
+        gemm: the backend.
+        queue: what takes weight gradients over; None leaves them to autograd.
     """
-    linear = _GroupedLinear(rows, layer, queue, layout.is_transposed)
-    up, down = getattr(module, layout.up), module.down_proj
+    split = Split(rows.offsets_L, rows.tokens_per_expert)
+    up = _linear(getattr(module, layout.up), split, gemm, layer, queue, layout.is_transposed)
+    down = _linear(module.down_proj, split, gemm, layer, queue, layout.is_transposed)
     # The down projection is linear, so the weight may go in front of it, where rows are shorter and memory is saved.
     weight_first = not layout.has_bias and not layout.has_post_expert_norm
     if weight_first and _is_plain_swiglu(module, layout):
-        return _SwiGLUExperts.apply(rows.rows_PD, rows.weights_P, up, down, linear)
-    hidden = _Linear.apply(rows.rows_PD, up, linear)
+        return _SwiGLUExperts.apply(rows.rows_PD, rows.weights_P, up.link, down.link, up, down)
+    hidden = _Linear.apply(rows.rows_PD, up.link, up)
     if layout.has_bias:
-        hidden = hidden + _RowBias.apply(getattr(module, f"{layout.up}_bias"), linear)
+        hidden = hidden + _RowBias.apply(getattr(module, f"{layout.up}_bias"), split)
     hidden = hand_over_in_backward(hidden)
     activated = module._apply_gate(hidden) if layout.has_gate else module.act_fn(hidden)
     if weight_first:
-        return _Linear.apply(_weighted(activated, rows.weights_P), down, linear)
-    out = _Linear.apply(activated, down, linear)
+        return _Linear.apply(_weighted(activated, rows.weights_P), down.link, down)
+    out = _Linear.apply(activated, down.link, down)
     if layout.has_bias:
-        out = out + _RowBias.apply(module.down_proj_bias, linear)
+        out = out + _RowBias.apply(module.down_proj_bias, split)
     if layout.has_post_expert_norm:
         out = module.post_expert_norm(out)
     return _weighted(out, rows.weights_P)
@@ -62,52 +70,76 @@ def _is_plain_swiglu(module: nn.Module, layout: ExpertsLayout) -> bool:
 
 @dataclass(frozen=True)
 class _GroupedLinear:
-    """`x [P, in] -> [P, out]`, each expert's rows times its own weight `[L, out, in]` (or transposed), and its gradients."""
+    """`x [P, in] -> [P, out]`, each expert's rows times its own weight `[L, out, in]` (or transposed), and its gradients.
 
-    rows: ExpertRows
+    `link`: what stands for the weight in the graph, itself or, when the queue takes its gradient over, the ticket.
+    """
+
+    weight: nn.Parameter
+    link: Tensor
+    split: Split
+    gemm: Gemm
     layer: int
     queue: WeightGradQueue | None
     transposed: bool
 
-    def product(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        w = weight.detach().to(x.dtype)
-        return self._grouped_mm(x, w if self.transposed else w.transpose(-1, -2))
+    def product(self, x: Tensor) -> Tensor:
+        return self.gemm.product(x, self.weight.detach().to(x.dtype), self.split, self.transposed)
 
-    def input_grad(self, grad: Tensor, weight: nn.Parameter) -> Tensor:
-        w = weight.detach().to(grad.dtype)
-        return self._grouped_mm(grad, w.transpose(-1, -2) if self.transposed else w)
+    def input_grad(self, grad: Tensor) -> Tensor:
+        return self.gemm.input_grad(grad, self.weight.detach().to(grad.dtype), self.split, self.transposed)
 
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: nn.Parameter) -> Tensor | None:
-        """The weight's gradient, or None when it waits in the queue."""
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of `link`."""
+        contribution = _WeightGrad(self.gemm, grad.contiguous(), x.contiguous(), self.split, self.transposed)
+        if self.link is self.weight:
+            return contribution.compute().to(self.weight.dtype)
+        assert self.queue is not None
+        self.queue.push(self.weight, self.layer, contribution)
+        return self.link.detach()
 
-        def compute() -> Tensor:
-            left, right = (x, grad) if self.transposed else (grad, x)
-            return self._grouped_mm(left.t(), right)
 
-        if self.queue is None:
-            return compute().to(weight.dtype)
-        self.queue.push(weight, self.layer, compute)
-        return None
+def _linear(
+    weight: nn.Parameter, split: Split, gemm: Gemm, layer: int, queue: WeightGradQueue | None, transposed: bool
+) -> _GroupedLinear:
+    queue = queue if queue is not None and queue.takes(weight) else None
+    link = weight if queue is None else queue.ticket(weight)
+    return _GroupedLinear(weight, link, split, gemm, layer, queue, transposed)
 
-    def _grouped_mm(self, a: Tensor, b: Tensor) -> Tensor:
-        return grouped_mm(a, b, self.rows.offsets_L, self.rows.tokens_per_expert)
+
+@dataclass(frozen=True)
+class _WeightGrad:
+    """Keeps nothing alive but the rows that it multiplies."""
+
+    gemm: Gemm
+    grad: Tensor
+    x: Tensor
+    split: Split
+    transposed: bool
+
+    def compute(self) -> Tensor:
+        return self.gemm.weight_grad(self.grad, self.x, self.split, self.transposed)
+
+    def add_to(self, buffer: Tensor) -> None:
+        self.gemm.add_weight_grad(buffer, self.grad, self.x, self.split, self.transposed)
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, linear: _GroupedLinear) -> Tensor:
+    def forward(ctx, x: Tensor, link: Tensor, linear: _GroupedLinear) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.linear = weight, linear
-        return linear.product(x, weight)
+        ctx.linear = linear
+        return linear.product(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         (x,) = ctx.saved_tensors
+        linear: _GroupedLinear = ctx.linear
         grad = grad.contiguous()
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad_x = ctx.linear.input_grad(grad, ctx.weight) if needs_x else None
-        return grad_x, ctx.linear.weight_grad(grad, x, ctx.weight) if needs_weight else None, None
+        grad_x = linear.input_grad(grad) if needs_x else None
+        return grad_x, linear.weight_grad(grad, x) if needs_weight else None, None
 
 
 class _SwiGLUExperts(Function):
@@ -115,38 +147,44 @@ class _SwiGLUExperts(Function):
 
     @staticmethod
     def forward(
-        ctx, rows_PD: Tensor, weights_P: Tensor, up: nn.Parameter, down: nn.Parameter, linear: _GroupedLinear
+        ctx,
+        rows_PD: Tensor,
+        weights_P: Tensor,
+        up_link: Tensor,
+        down_link: Tensor,
+        up: _GroupedLinear,
+        down: _GroupedLinear,
     ) -> Tensor:
-        hidden_P2I = linear.product(rows_PD, up)
+        hidden_P2I = up.product(rows_PD)
         activated_PI = activation.forward(hidden_P2I, weights_P)
         ctx.save_for_backward(rows_PD, weights_P, hidden_P2I, activated_PI)
-        ctx.up, ctx.down, ctx.linear = up, down, linear
-        return linear.product(activated_PI, down)
+        ctx.up, ctx.down = up, down
+        return down.product(activated_PI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_PD: Tensor):
         rows_PD, weights_P, hidden_P2I, activated_PI = ctx.saved_tensors
-        linear: _GroupedLinear = ctx.linear
-        needs_rows, _, needs_up, needs_down, _ = ctx.needs_input_grad
+        up: _GroupedLinear = ctx.up
+        down: _GroupedLinear = ctx.down
+        needs_rows, _, needs_up, needs_down, *_ = ctx.needs_input_grad
         grad_PD = grad_PD.contiguous()
-        grad_PI = linear.input_grad(grad_PD, ctx.down)
+        grad_PI = down.input_grad(grad_PD)
         grad_P2I, grad_P = activation.backward(grad_PI, hidden_P2I, weights_P)
-        grad_down = linear.weight_grad(grad_PD, activated_PI, ctx.down) if needs_down else None
+        grad_down = down.weight_grad(grad_PD, activated_PI) if needs_down else None
         hand_over(BACKWARD)  # the host reads the other pass's sizes while the GPU has work
-        grad_rows = linear.input_grad(grad_P2I, ctx.up) if needs_rows else None
-        grad_up = linear.weight_grad(grad_P2I, rows_PD, ctx.up) if needs_up else None
-        return grad_rows, grad_P, grad_up, grad_down, None
+        grad_rows = up.input_grad(grad_P2I) if needs_rows else None
+        grad_up = up.weight_grad(grad_P2I, rows_PD) if needs_up else None
+        return grad_rows, grad_P, grad_up, grad_down, None, None
 
 
 class _RowBias(Function):
     @staticmethod
-    def forward(ctx, bias_LD: Tensor, linear: _GroupedLinear) -> Tensor:
-        rows = linear.rows
+    def forward(ctx, bias_LD: Tensor, split: Split) -> Tensor:
         ctx.dtype = bias_LD.dtype
-        counts_L = torch.diff(rows.offsets_L, prepend=rows.offsets_L.new_zeros(1))
+        counts_L = torch.diff(split.offsets_L, prepend=split.offsets_L.new_zeros(1))
         ctx.save_for_backward(counts_L)
-        return bias_LD.repeat_interleave(counts_L, 0, output_size=sum(rows.tokens_per_expert))
+        return bias_LD.repeat_interleave(counts_L, 0, output_size=sum(split.counts))
 
     @staticmethod
     @once_differentiable
@@ -156,29 +194,3 @@ class _RowBias(Function):
         # unsafe: the lengths add up by construction; checking them would make the host wait
         grad_LD = torch.segment_reduce(rows, "sum", lengths=counts_L.long(), axis=0, unsafe=True, initial=0)
         return grad_LD.to(ctx.dtype), None
-
-
-def grouped_mm(a: Tensor, b: Tensor, offsets_L: Tensor, counts: list[int]) -> Tensor:
-    """`F.grouped_mm`, or a loop over experts where it does not run.
-
-    Either `a [P, k]`, `b [L, k, n]` -> `[P, n]`, rows of `a` cut at `offsets_L`; or `a [m, P]`, `b [P, n]` ->
-    `[L, m, n]`, the common axis cut. Every row is covered by an offset: the kernel leaves others uninitialised.
-    """
-    if _runs_grouped(a, b):
-        return F.grouped_mm(a, b, offs=offsets_L)
-    if b.dim() == 3:
-        parts = [rows @ b[e] for e, rows in enumerate(a.split(counts)) if counts[e]]
-        return torch.cat(parts) if parts else a.new_empty(0, b.shape[2])
-    columns = zip(a.split(counts, 1), b.split(counts, 0), strict=True)
-    return torch.stack([left @ right for left, right in columns])
-
-
-def _runs_grouped(a: Tensor, b: Tensor) -> bool:
-    if not hasattr(F, "grouped_mm") or a.dtype == torch.float64 or a.numel() == 0:
-        return False
-    if not a.is_cuda:
-        return True
-    if a.dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) < (8, 0):
-        return False
-    # The kernel's loads need strides of a multiple of 16 bytes.
-    return all(stride % 8 == 0 or stride == 1 for stride in (*a.stride(), *b.stride()))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ep.dispatch.base import ExpertRows
+from lightning_ep.experts.gemm import TorchGemm
 from lightning_ep.experts.grouped import grouped_experts
 from lightning_ep.experts.interface import ExpertsLayout
 from lightning_ep.experts.parallel import compute_dtype
@@ -139,7 +140,7 @@ class Experts(nn.Module):
             offsets_L=counts_E.cumsum(0, dtype=torch.int32),
             tokens_per_expert=counts_E.tolist(),
         )
-        out_PD = grouped_experts(self, _LAYOUT, rows, layer=0, queue=None)
+        out_PD = grouped_experts(self, _LAYOUT, rows, TorchGemm())
         # Back to the tokens' order by a permutation and a sum: no atomics, so the same result every time.
         pairs_TKD = out_PD[order_P.argsort()].view(-1, top_k, x_TD.shape[1])
         return pairs_TKD.sum(1, dtype=_at_least_float32(x_TD)).to(hidden_states.dtype)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from lightning_ep.config import EPConfig
 from lightning_ep.dispatch import make_dispatcher
 from lightning_ep.dispatch.alltoall import GroupTransport, Transport
+from lightning_ep.experts.gemm import gemm_backend
 from lightning_ep.experts.interface import FoundExperts, find_experts
 from lightning_ep.experts.parallel import ExpertParallel, install, shard_experts
-from lightning_ep.experts.wgrad import WeightGradQueue
+from lightning_ep.experts.wgrad import WeightGradQueue, gradient_dtype
 from lightning_ep.mesh import ExpertMesh
 from lightning_ep.pretrained import load_deferred
 
@@ -27,7 +28,8 @@ class ParallelModel:
     ) -> None:
         self.model, self.config, self.mesh = model, config, mesh
         self.transport = transport or GroupTransport(mesh.ep_group)
-        self.queue = WeightGradQueue()
+        self.queue = WeightGradQueue(fuse=config.gradient_accumulation_fusion)
+        self.queue.delay = config.delays_wgrad
         self.experts: list[FoundExperts] = []
 
     def shard(self, required: bool = True) -> None:
@@ -59,14 +61,22 @@ class ParallelModel:
             dispatcher=make_dispatcher(
                 self.config, found.num_experts, self.transport, layer, after_dispatch_grad=self.queue.flush
             ),
-            queue=self.queue if self.config.delay_wgrad_compute else None,
+            gemm=gemm_backend(self.config.experts_implementation),
+            queue=self.queue,
             force_load_balancing=self.config.moe_router_force_load_balancing,
         )
 
     def delay_wgrad(self, delay: bool) -> None:
-        """Whether the experts' weight gradients wait in the queue."""
-        for found in self.experts:
-            found.module._expert_parallel.queue = self.queue if delay else None
+        """Whether the experts' weight gradients wait in the queue; to change between accumulation windows only."""
+        self.queue.delay = delay
+
+    def float32_gradients(self) -> set[Tensor]:
+        """Half-precision parameters whose gradients add up in float32."""
+        if not self.queue.fuse:
+            return set()
+        layouts = [(found.module, found.layout) for found in self.experts if found.layout is not None]
+        weights = {getattr(module, name) for module, layout in layouts for name in (layout.up, "down_proj")}
+        return {weight for weight in weights if gradient_dtype(weight) != weight.dtype}
 
     def expert_tensors(self) -> set[Tensor]:
         """Parameters and buffers of which this rank holds its share."""

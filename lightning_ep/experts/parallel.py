@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -11,10 +12,14 @@ from torch import Tensor, nn
 
 from lightning_ep.dispatch.base import Dispatcher, combine, dispatch
 from lightning_ep.dispatch.ranges import annotate
+from lightning_ep.experts.gemm import Gemm
 from lightning_ep.experts.grouped import grouped_experts
 from lightning_ep.experts.interface import ExpertsLayout, FoundExperts
 from lightning_ep.experts.wgrad import WeightGradQueue
 from lightning_ep.mesh import ExpertMesh
+
+# Called with (layer, tokens [T, D], expert ids [T, K], weights [T, K]) before every exchange of a forward.
+forward_observers: list[Callable[[int, Tensor, Tensor, Tensor], None]] = []
 
 
 @dataclass
@@ -30,7 +35,8 @@ class ExpertParallel:
     layout: ExpertsLayout | None
     own_forward: Any
     dispatcher: Dispatcher
-    queue: WeightGradQueue | None = None
+    gemm: Callable[[], Gemm]  # asked in every forward
+    queue: WeightGradQueue
     force_load_balancing: bool = False
     _balanced: dict[tuple, Tensor] = field(default_factory=dict)
 
@@ -86,15 +92,33 @@ def expert_parallel_forward(
     if top_k_index.is_floating_point():
         raise ValueError(f"MoE layer {ep.layer}: expert ids are {top_k_index.dtype}; the router has to give integers")
     experts_TK = ep.balanced(top_k_index) if ep.force_load_balancing else top_k_index.long()
-    exchange = ep.dispatcher.route(experts_TK)
     x_TD = hidden_states.to(compute_dtype(hidden_states)).contiguous()
+    for observe in forward_observers:
+        observe(ep.layer, x_TD, experts_TK, top_k_weights)
+    exchange = ep.dispatcher.route(experts_TK)
     rows = dispatch(exchange, x_TD, top_k_weights)
     with annotate("ep/experts", ep.layer):
         if ep.layout is not None:
-            out_PD = grouped_experts(module, ep.layout, rows, ep.layer, ep.queue)
+            out_PD = grouped_experts(module, ep.layout, rows, ep.gemm(), ep.layer, ep.queue)
         else:
             out_PD = _own_forward(module, ep, rows)
     return combine(exchange, out_PD.to(x_TD.dtype)).to(hidden_states.dtype)
+
+
+def serve_experts(
+    module: nn.Module, hidden: int, slots: int, dtype: torch.dtype, weights_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Take part in the other ranks' exchange for this layer's experts, without own tokens.
+
+    Args:
+        hidden, slots, dtype, weights_dtype: hidden size, top-k and dtypes of the others' tokens and weights.
+    """
+    expert_parallel_forward(
+        module,
+        torch.empty(0, hidden, dtype=dtype, device=device),
+        torch.empty(0, slots, dtype=torch.int64, device=device),
+        torch.empty(0, slots, dtype=weights_dtype, device=device),
+    )
 
 
 def _own_forward(module: nn.Module, ep: ExpertParallel, rows) -> Tensor:
