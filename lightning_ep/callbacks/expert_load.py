@@ -141,7 +141,7 @@ def plot_load(layers: list[Tensor], path: str | Path) -> None:
     for row, tokens in enumerate(layers):
         image[row, : len(tokens)] = tokens / tokens.double().mean().clamp_min(1e-30)
     figure = Figure(
-        figsize=(max(6.0, 0.09 * width + 2), max(2.4, 0.15 * len(layers) + 1.8)), dpi=120, layout="constrained"
+        figsize=(max(6.0, 0.09 * width + 2), max(3.2, 0.15 * len(layers) + 1.8)), dpi=120, layout="constrained"
     )
     axes = figure.subplots()
     # From 0 over 1 (even, white) to the busiest expert.
