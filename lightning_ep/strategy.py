@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,11 +29,14 @@ from lightning_ep.constraints import enforce
 from lightning_ep.dense import fuse_rms_norms
 from lightning_ep.dispatch.alltoall import Transport
 from lightning_ep.experts.model import ParallelModel
+from lightning_ep.experts.parallel import serve_experts
 from lightning_ep.facts import Facts, gather_facts
 from lightning_ep.gradients import AgreeingGradScaler, GradientReducer, global_grad_norm
+from lightning_ep.guards.loaders import UnevenData
+from lightning_ep.guards.strategy import GuardedStrategy
 from lightning_ep.mesh import ExpertMesh, build_mesh
 from lightning_ep.pretrained import experts_will_be_cut
-from lightning_ep.schedule.one_f_one_b import OneFOneB
+from lightning_ep.schedule.overlap import Overlap
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +44,7 @@ log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-class EPOverlapStrategy(DDPStrategy):
+class EPOverlapStrategy(GuardedStrategy):
     """Expert parallelism for any model with a Hugging Face style experts module, dense parameters replicated.
 
     Every rank is a data-parallel rank with its own batch. Experts are spread over groups of
@@ -53,7 +59,9 @@ class EPOverlapStrategy(DDPStrategy):
         rms_norm_fusion: run the model's RMSNorms as one kernel each; rounds once instead of twice in half precision.
         moe_router_force_load_balancing: for benchmarks; replaces the routing by a balanced random one.
         experts_implementation: "grouped_mm" or "transformer_engine".
-        timeout: how long a collective may wait before the job ends.
+        timeout: how long ranks may wait for each other before the job ends; larger than any compile.
+        uneven_data: when ranks have different numbers of training batches, "stop" ends each epoch with the first rank
+            that has no more (and says so), "error" refuses. Evaluation and prediction see every batch anyway.
         kwargs: Lightning's `DDPStrategy` arguments: `process_group_backend`, `start_method`, `cluster_environment`,
             `bucket_cap_mb` and so on. `find_unused_parameters` has nothing to do: unused parameters get zero gradients.
 
@@ -92,15 +100,16 @@ class EPOverlapStrategy(DDPStrategy):
         tensor_model_parallel_size: int = 1,
         cuda_graph_scope: list[str] | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
+        uneven_data: UnevenData = "stop",
         **kwargs: Any,
     ) -> None:
         given = locals()
         self.config = EPConfig(**{field.name: given[field.name] for field in fields(EPConfig)})
-        super().__init__(timeout=timeout, **kwargs)
+        super().__init__(timeout=timeout, uneven_data=uneven_data, **kwargs)
         self.mesh: ExpertMesh | None = None
         self.parallel: ParallelModel | None = None
         self._reducer: GradientReducer | None = None
-        self._schedule: OneFOneB | None = None
+        self._overlap: Overlap | None = None
         self._syncing = True
         self._reduced = True
         self.last_grad_norm: Tensor | None = None
@@ -115,7 +124,15 @@ class EPOverlapStrategy(DDPStrategy):
             self.mesh = self._build_mesh()
         assert self.lightning_module is not None
         self.parallel = ParallelModel(self.lightning_module, self.config, self.mesh, self._transport())
-        self.parallel.shard(required=False)
+        self._cut()
+        _cut_when_configured(self.lightning_module, self._cut)
+
+    def _cut(self, required: bool = False) -> None:
+        """Leave this rank's experts of what exists of the model; who copies it from now on copies only them."""
+        assert self.parallel is not None
+        enforce(self._facts())
+        self.parallel.shard(required)
+        self.parallel.materialize(self.root_device)
 
     def _facts(self) -> Facts:
         assert self.lightning_module is not None
@@ -123,6 +140,18 @@ class EPOverlapStrategy(DDPStrategy):
 
     def _build_mesh(self) -> ExpertMesh:
         return build_mesh(self.config.expert_model_parallel_size, self.root_device.type, self._timeout)
+
+    def _facts_to_compare(self) -> Mapping[str, Any]:
+        return {f"EPOverlapStrategy({name})": value for name, value in vars(self.config).items()}
+
+    def _ep_ranks(self) -> list[int]:
+        assert self.mesh is not None
+        return dist.get_process_group_ranks(self.mesh.ep_group)
+
+    def _serve(self, layer: int, *sizes: Any) -> None:
+        assert self.parallel is not None
+        with self.precision_plugin.forward_context():
+            serve_experts(self.parallel.experts[layer].module, *sizes, self.root_device)
 
     def _transport(self) -> Transport | None:
         """What carries tokens instead of the EP group."""
@@ -138,17 +167,9 @@ class EPOverlapStrategy(DDPStrategy):
             with super().tensor_init_context(empty_init):
                 yield
 
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """Around `configure_model`: `lightning_ep.from_pretrained` leaves the weights to `materialize`."""
-        with experts_will_be_cut():
-            yield
-
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.parallel is not None
-        enforce(self._facts())  # again: `configure_model` may have built the model since
-        self.parallel.shard()
-        self.parallel.materialize(self.root_device)
+        self._cut(required=True)
         if self.config.rms_norm_fusion:
             fuse_rms_norms(self.parallel.model)
         rank_zero_info(self.parallel.describe())
@@ -161,20 +182,25 @@ class EPOverlapStrategy(DDPStrategy):
         self.parallel.sync_expert_replicas()
         dense, experts = self.parallel.trainable()
         self._reducer = GradientReducer(dense, experts, self.mesh, self._ddp_kwargs.get("bucket_cap_mb") or 25)
-        self.use_overlap(self.config.overlap_moe_expert_parallel_comm, self.config.delay_wgrad_compute)
+        self._syncing = self._reduced = True  # an earlier fit may have ended anywhere
+        self.use(self.config)
+        rank_zero_info(self._overlap.describe())
 
-    def use_overlap(self, overlap: bool, delay_wgrad: bool) -> None:
-        """Switch overlap and delayed weight gradients between accumulation windows; for matched comparisons in one run."""
-        assert self.parallel is not None
-        if self._schedule is not None:
-            self._schedule.close()
-        self._schedule = OneFOneB() if overlap else None
-        self.parallel.delay_wgrad(delay_wgrad)
+    def use(self, config: EPConfig) -> None:
+        """Overlap as `config` says from the next accumulation window on; also for matched comparisons in one run."""
+        assert self.parallel is not None and self.lightning_module is not None
+        if self._overlap is not None:
+            self._overlap.close()
+        module = self.lightning_module
+        self._overlap = Overlap(
+            config, self.parallel, module.trainer.accumulate_grad_batches, module.automatic_optimization
+        )
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        stock = isinstance(plugin, MixedPrecision) and not isinstance(plugin.scaler, AgreeingGradScaler)
+        if stock and plugin.scaler is not None:
             plugin.scaler = AgreeingGradScaler(plugin.scaler, self.root_device)
 
     @property
@@ -200,7 +226,8 @@ class EPOverlapStrategy(DDPStrategy):
             self._syncing = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._schedule.forward_turns() if self._schedule is not None else nullcontext():
+        assert self._overlap is not None
+        with self._overlap.forward_turns():
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -208,11 +235,9 @@ class EPOverlapStrategy(DDPStrategy):
 
         Around a parked backward `on_before_backward` and `on_after_backward` run with the next `training_step`.
         """
-        assert self.lightning_module is not None
-        backward = _Backward(self, closure_loss, optimizer, args, kwargs)
-        if self._schedule is not None and not self._syncing and self.lightning_module.automatic_optimization:
-            backward.parked = True
-            self._schedule.park(backward)
+        assert self._overlap is not None
+        backward = _Backward(self, closure_loss, optimizer, args, kwargs, reduces=self._syncing)
+        if not self._syncing and self._overlap.park(backward):
             return closure_loss.detach()
         backward.before()
         backward.run()
@@ -231,6 +256,12 @@ class EPOverlapStrategy(DDPStrategy):
             return result
 
         return super().optimizer_step(optimizer, closed, model, **kwargs)
+
+    def _accumulate(self) -> None:
+        """Gradients of a backward come on top of what is there, which may be reduced already (manual optimization)."""
+        if self._reduced and self._reducer is not None:
+            self._reducer.reopen()
+            self._reduced = False
 
     def _reduce(self) -> None:
         if not self._reduced and self._reducer is not None:
@@ -262,7 +293,8 @@ class EPOverlapStrategy(DDPStrategy):
         return checkpoint.optimizer_state(self, optimizer)
 
     def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        checkpoint.save(self, checkpoint_, filepath, storage_options)
+        if not self.refuses_to_save(filepath):
+            checkpoint.save(self, checkpoint_, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Code in a checkpoint is never executed, whatever `weights_only` says."""
@@ -270,6 +302,26 @@ class EPOverlapStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict({"optimizer_states": checkpoint.optimizer_states_to_load(self, checkpoint_)})
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._forget_unfinished()
+
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("configure_model", None)
+        self._forget_unfinished()
+        if self._overlap is not None:
+            self._overlap.close()
+            self._overlap = None
+        super().teardown()
+
+    def _forget_unfinished(self) -> None:
+        """A backward whose partner never came, weight gradients of a backward that failed: never carried on."""
+        if self._overlap is not None:
+            self._overlap.drop()
+        if self.parallel is not None:
+            self.parallel.queue.drop()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         checkpoint.remove(self, filepath)
@@ -296,15 +348,17 @@ class _Backward:
         optimizer: Optimizer | None,
         args: tuple,
         kwargs: dict[str, Any],
+        reduces: bool,
     ) -> None:
         self.strategy, self.loss, self.optimizer, self.args, self.kwargs = strategy, loss, optimizer, args, kwargs
-        self.parked = False
+        self.reduces = reduces  # the last of its accumulation window
 
     def before(self) -> None:
         self.strategy.pre_backward(self.loss)
         self.loss = self.strategy.precision_plugin.pre_backward(self.loss, self.strategy.lightning_module)
 
     def run(self) -> None:
+        self.strategy._accumulate()
         queue = self.strategy.parallel.queue
         try:
             self.strategy.precision_plugin.backward(
@@ -317,8 +371,7 @@ class _Backward:
 
     def after(self) -> Tensor:
         strategy = self.strategy
-        strategy._reduced = False
-        if strategy._syncing and not self.parked:
+        if self.reduces:
             strategy._reduce()  # before on_after_backward: hooks and clipping see final gradients
         loss = strategy.precision_plugin.post_backward(self.loss, strategy.lightning_module)
         strategy.post_backward(loss)
@@ -332,6 +385,24 @@ def _clip_with(plugin: Precision, strategy: EPOverlapStrategy) -> None:
         strategy.clip_grad_norm(list(plugin.main_params(optimizer)), clip_val)
 
     plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+
+def _cut_when_configured(module: pl.LightningModule, cut: Callable[[], None]) -> None:
+    """Let `configure_model` end with `cut`, whoever calls it: weight averaging does, and copies what was built.
+
+    Inside, `lightning_ep.from_pretrained` leaves the weights to `materialize`.
+    """
+    build = module.configure_model
+    if not is_overridden("configure_model", module):
+        return
+
+    @wraps(build)
+    def configure_model() -> None:
+        with experts_will_be_cut():
+            build()
+        cut()
+
+    module.configure_model = configure_model  # type: ignore[method-assign]
 
 
 EPOverlapStrategy.register_strategies(StrategyRegistry)

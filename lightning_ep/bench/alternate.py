@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,12 @@ class Alternate(pl.Callback):
             return
         self.mode, self.nth, profiled = self._turn(step)
         if self.nth == 0:
-            trainer.strategy.use_overlap(self.mode.overlap, self.mode.delay_wgrad)
+            strategy = trainer.strategy
+            changed = {
+                "overlap_moe_expert_parallel_comm": self.mode.overlap,
+                "delay_wgrad_compute": self.mode.delay_wgrad,
+            }
+            strategy.use(replace(strategy.config, **changed))
             torch.cuda.reset_peak_memory_stats()
         if dist.get_world_size() > 1:
             dist.barrier()
