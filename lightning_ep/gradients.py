@@ -7,7 +7,9 @@ over the world, and it is divided by the world's size too, not by the group's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,86 +20,178 @@ from torch.distributed import ProcessGroup
 from lightning_ep.mesh import ExpertMesh
 
 
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients that travel in one all-reduce."""
+
+    parameters: list[nn.Parameter]
+    group: ProcessGroup | None
+    dtype: torch.dtype
+    unfinished: set[nn.Parameter]
+    grads: list[Tensor] = field(default_factory=list)  # from the launch on
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+    @property
+    def launched(self) -> bool:
+        return bool(self.grads)
+
+    def launch(self, world_size: int) -> None:
+        self.grads = [_gradient(p, self.dtype) for p in self.parameters]
+        # Dividing first keeps half-precision sums from overflowing, as DDP does.
+        torch._foreach_div_(self.grads, world_size)
+        if self.group is not None:
+            self.flat = torch.cat([g.reshape(-1) for g in self.grads]) if len(self.grads) > 1 else self.grads[0]
+            self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        if self.work is not None and self.flat is not None:
+            self.work.wait()
+            if len(self.grads) > 1:
+                pieces = self.flat.split([g.numel() for g in self.grads])
+                views = [piece.view_as(g) for piece, g in zip(pieces, self.grads, strict=True)]
+                torch._foreach_copy_(self.grads, views)
+
+
 class GradientReducer:
-    """Reduces every trainable parameter's gradient, all at once, in the same order on all ranks.
+    """Reduces every trainable parameter's gradient, in the same order on all ranks.
 
     Args:
         dense: parameters replicated over the world.
         experts: parameters replicated over the EDP group.
         bucket_cap_mb: size of one all-reduce in MiB (DDP's name and default of 25).
+        float32: parameters of half precision whose gradients add up in float32; reduced so, then rounded.
+        overlap: start a bucket as soon as the backward after `start` has completed its gradients. Same numbers.
 
     A parameter without gradient on this rank takes part with zeros (an expert without tokens, a branch not taken). One
     without gradient on every rank keeps none, so that optimizers pass over it as they would in one process.
     """
 
     def __init__(
-        self, dense: Iterable[nn.Parameter], experts: Iterable[nn.Parameter], mesh: ExpertMesh, bucket_cap_mb: float = 25
+        self,
+        dense: Iterable[nn.Parameter],
+        experts: Iterable[nn.Parameter],
+        mesh: ExpertMesh,
+        bucket_cap_mb: float = 25,
+        float32: Collection[Tensor] = (),
+        overlap: bool = False,
     ) -> None:
         self.world_size = mesh.world_size
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         world = dist.group.WORLD if mesh.world_size > 1 else None
+        self._experts, self._ep_size = list(experts), mesh.ep_size
         self._owned = [(p, world) for p in dense] + [
-            (p, mesh.edp_group if mesh.edp_size > 1 else None) for p in experts
+            (p, mesh.edp_group if mesh.edp_size > 1 else None) for p in self._experts
         ]
-        self._device = mesh_device(mesh)
+        self._float32, self._overlap, self._device = frozenset(float32), overlap, mesh_device(mesh)
+        # Of a backward that reduces as it goes: its buckets, each parameter's, and those of a group still to launch.
+        self._under_way: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._next: dict[ProcessGroup | None, deque[_Bucket]] = {}
+        hooked = [p for p, _ in self._owned if p.requires_grad] if overlap else []
+        self._hooks = [p.register_post_accumulate_grad_hook(self._completed) for p in hooked]
+
+    def start(self) -> None:
+        """The backward that comes now is the last before `reduce`."""
+        if self._overlap:
+            self._under_way = self._make_buckets()
+            self._bucket_of = {p: bucket for bucket in self._under_way for p in bucket.parameters}
+            self._next = {}
+            for bucket in self._under_way:
+                self._next.setdefault(bucket.group, deque()).append(bucket)
+
+    def abort(self) -> None:
+        """That backward failed: its gradients are lost."""
+        self._under_way, self._bucket_of = [], {}
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce all gradients in place. Callbacks may freeze and unfreeze parameters between calls."""
-        owned = [(p, group) for p, group in self._owned if p.requires_grad]
-        missing = [p for p, _ in owned if p.grad is None]
-        used = self._agree_on_used([p for p, _ in owned])
-        for p in missing:
-            p.grad = torch.zeros_like(p)
-        works = []
-        for parameters, group in _buckets(owned, self._cap_bytes):
-            grads = [_contiguous_grad(p) for p in parameters]
-            # Dividing first keeps half-precision sums from overflowing, as DDP does.
-            torch._foreach_div_(grads, self.world_size)
-            if group is not None:
-                flat = torch.cat([g.reshape(-1) for g in grads]) if len(grads) > 1 else grads[0]
-                works.append((dist.all_reduce(flat, group=group, async_op=True), flat, grads))
-        for work, flat, grads in works:
-            work.wait()
-            if len(grads) > 1:
-                pieces = flat.split([g.numel() for g in grads])
-                torch._foreach_copy_(grads, [piece.view_as(g) for piece, g in zip(pieces, grads, strict=True)])
-        if missing:  # the host reads only on a rank that lacks something
-            for (p, _), anywhere in zip(owned, used.tolist(), strict=True):
-                if not anywhere:
-                    p.grad = None
+        """Complete the reduction of all gradients. Callbacks may freeze and unfreeze parameters between calls."""
+        buckets = self._under_way or self._make_buckets()
+        self.abort()
+        parameters = [p for bucket in buckets for p in bucket.parameters]
+        used = [p.grad is not None for p in parameters]
+        for bucket in buckets:
+            if not bucket.launched:
+                bucket.launch(self.world_size)
+        # After all buckets: on every rank the same work of a group comes in the same order, started early or not.
+        anywhere = self._agree_on_used(used)
+        for bucket in buckets:
+            bucket.wait()
+        if not all(used):  # the host reads only on a rank that lacks something
+            used = anywhere.tolist()
+        grads = [grad for bucket in buckets for grad in bucket.grads]
+        for parameter, grad, taken in zip(parameters, grads, used, strict=True):
+            parameter.grad = grad.to(parameter.dtype) if taken else None
 
-    def _agree_on_used(self, parameters: list[nn.Parameter]) -> Tensor:
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """Let reduced gradients take another backward: the next `reduce` sums and divides what is there once more.
+
+        That leaves a mean over the world as it is, but not an expert's sum over its EDP group.
+        """
+        for p in self._experts:
+            if p.grad is not None:
+                p.grad.mul_(self._ep_size)
+
+    @torch.no_grad()
+    def _completed(self, parameter: nn.Parameter) -> None:
+        """A backward has added to this parameter's gradient."""
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            return
+        if bucket.launched:
+            raise RuntimeError(
+                f"the gradient of a parameter {tuple(parameter.shape)} grew after it was reduced: this model's backward "
+                "adds to it more than once (reentrant checkpointing does); set overlap_grad_reduce=False"
+            )
+        bucket.unfinished.discard(parameter)
+        # In order within a group, so that all ranks reduce the same buckets together.
+        waiting = self._next[bucket.group]
+        while waiting and not waiting[0].unfinished:
+            waiting.popleft().launch(self.world_size)
+
+    def _make_buckets(self) -> list[_Bucket]:
+        """Parameters of one group and gradient dtype, up to the cap together; in the order in which a backward should
+        complete them, which is the reverse of the model's."""
+        buckets: list[_Bucket] = []
+        filling: dict[tuple, tuple[list[nn.Parameter], int]] = {}
+
+        def close(key: tuple) -> None:
+            parameters, _ = filling.pop(key)
+            buckets.append(_Bucket(parameters, *key, set(parameters)))
+
+        for p, group in reversed(self._owned):
+            if not p.requires_grad:
+                continue
+            key = group, torch.float32 if p in self._float32 else p.dtype
+            nbytes = p.numel() * key[1].itemsize
+            if key in filling and filling[key][1] + nbytes > self._cap_bytes:
+                close(key)
+            parameters, filled = filling.setdefault(key, ([], 0))
+            parameters.append(p)
+            filling[key] = parameters, filled + nbytes
+        for key in list(filling):
+            close(key)
+        return buckets
+
+    def _agree_on_used(self, used: list[bool]) -> Tensor:
         """For each parameter 1 where any rank has a gradient. Every rank asks, since any rank may lack one."""
-        used = torch.tensor([float(p.grad is not None) for p in parameters], device=self._device)
+        anywhere = torch.tensor(used, dtype=torch.float32, device=self._device)
         if self.world_size > 1:
-            dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        return used
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        return anywhere
 
 
-def _buckets(
-    owned: list[tuple[nn.Parameter, ProcessGroup | None]], cap_bytes: int
-) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
-    """Parameters of one group and dtype, up to `cap_bytes` together."""
-    same: dict[tuple, list[nn.Parameter]] = {}
-    for p, group in owned:
-        same.setdefault((group, p.dtype), []).append(p)
-    for (group, _), parameters in same.items():
-        filling, filled = [], 0
-        for p in parameters:
-            if filling and filled + p.nbytes > cap_bytes:
-                yield filling, group
-                filling, filled = [], 0
-            filling.append(p)
-            filled += p.nbytes
-        yield filling, group
-
-
-def _contiguous_grad(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    if not parameter.grad.is_contiguous():
-        parameter.grad = parameter.grad.contiguous()
-    return parameter.grad
+def _gradient(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, dtype=dtype)
+    return parameter.grad.to(dtype).contiguous()
 
 
 @torch.no_grad()
