@@ -181,7 +181,16 @@ class EPOverlapStrategy(GuardedStrategy):
         _sync_module_states(self.lightning_module)
         self.parallel.sync_expert_replicas()
         dense, experts = self.parallel.trainable()
-        self._reducer = GradientReducer(dense, experts, self.mesh, self._ddp_kwargs.get("bucket_cap_mb") or 25)
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer = GradientReducer(
+            dense,
+            experts,
+            self.mesh,
+            self._ddp_kwargs.get("bucket_cap_mb") or 25,
+            float32=self.parallel.float32_gradients(),
+            overlap=self.config.overlap_grad_reduce,
+        )
         self._syncing = self._reduced = True  # an earlier fit may have ended anywhere
         self.use(self.config)
         rank_zero_info(self._overlap.describe())
@@ -253,6 +262,8 @@ class EPOverlapStrategy(GuardedStrategy):
         def closed() -> Any:
             result = closure()
             self._reduce()  # the last micro-batch may have had no loss
+            assert self.parallel is not None
+            self.parallel.queue.assert_empty()
             return result
 
         return super().optimizer_step(optimizer, closed, model, **kwargs)
@@ -359,7 +370,9 @@ class _Backward:
 
     def run(self) -> None:
         self.strategy._accumulate()
-        queue = self.strategy.parallel.queue
+        queue, reducer = self.strategy.parallel.queue, self.strategy._reducer
+        if self.reduces:
+            reducer.start()
         try:
             self.strategy.precision_plugin.backward(
                 self.loss, self.strategy.lightning_module, self.optimizer, *self.args, **self.kwargs
@@ -367,6 +380,7 @@ class _Backward:
             queue.flush()
         except BaseException:
             queue.drop()
+            reducer.abort()
             raise
 
     def after(self) -> Tensor:
