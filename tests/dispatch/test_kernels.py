@@ -17,7 +17,7 @@ from lightning_ep.dispatch.permute import Wire
 from tests.dispatch.exchange import dispatch
 from tests.distributed import run_distributed
 
-E = 16
+E = 8
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def _equal(actual: Tensor, expected: Tensor) -> None:
 
 
 def _random(tokens: int, slots: int) -> Tensor:
-    scores = torch.rand(tokens, max(E, slots))
+    scores = torch.rand(tokens, E)
     return scores.topk(slots).indices
 
 
@@ -42,14 +42,14 @@ ROUTINGS = {
     "random": _random,
     "one expert": lambda tokens, slots: torch.full((tokens, slots), 5),
     "last expert": lambda tokens, slots: torch.full((tokens, slots), E - 1),
-    "duplicates": lambda tokens, slots: torch.randint(0, 2, (tokens, slots)) * 9,
+    "duplicates": lambda tokens, slots: torch.randint(0, 2, (tokens, slots)) * 5,
     "a rank without tokens": lambda tokens, slots: torch.randint(2, E // 2, (tokens, slots)),
     "invalid ids": lambda tokens, slots: torch.randint(-3, E + 3, (tokens, slots)),
     "huge ids": lambda tokens, slots: torch.randint(0, E, (tokens, slots)) + (torch.rand(tokens, slots) < 0.2) * 2**40,
 }
 
 
-@pytest.mark.parametrize("ep_size, slots, block", [(1, 3, 16), (2, 8, 16), (2, 1, 8192), (4, 3, 8192), (8, 2, 8192)])
+@pytest.mark.parametrize("ep_size, slots, block", [(1, 3, 16), (2, 8, 16), (4, 1, 4096), (8, 2, 64)])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_plan_resolve_index(routing: str, ep_size: int, slots: int, block: int, monkeypatch) -> None:
     """Every table and every byte of the buffers, on all ranks, in one block and in many; rank 1 has no tokens."""
