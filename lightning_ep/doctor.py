@@ -26,6 +26,7 @@ from rich.table import Table
 
 from lightning_ep import imports
 from lightning_ep.flex import gpus_of, supports
+from lightning_ep.libraries import LIBRARIES, Library, absent, installed
 
 # Importing Transformer Engine or DeepEP for the first time reads gigabytes.
 PROBE_TIMEOUT = 120
@@ -46,39 +47,6 @@ import torch
 every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 found = [dict(name=p.name, capability=[p.major, p.minor], memory_gib=round(p.total_memory / 2**30)) for p in every]
 """
-
-
-@dataclass(frozen=True)
-class Library:
-    """An optional library: how to see whether it works, and how to get it."""
-
-    name: str
-    module: str
-    probe: str  # sets `found` to its version
-    get: str
-
-
-LIBRARIES = (
-    Library(
-        "Transformer Engine",
-        "transformer_engine",
-        "import transformer_engine as te, transformer_engine.pytorch as tp; tp.GroupedLinear; found = te.__version__",
-        "pip install 'lightning-ep[te]'",
-    ),
-    Library(
-        "DeepEP",
-        "deep_ep",
-        "import torch, deep_ep; deep_ep.Buffer; found = getattr(deep_ep, '__version__', '')",
-        "pip install 'lightning-ep[deepep]'",
-    ),
-    Library(
-        "HybridEP",
-        "deep_ep",
-        "import torch, deep_ep; deep_ep.HybridEPBuffer; found = getattr(deep_ep, '__version__', '')",
-        "build the branch hybrid-ep of github.com/deepseek-ai/DeepEP for this torch and GPU",
-    ),
-    Library("Triton", "triton", "import triton; found = triton.__version__", "pip install triton"),
-)
 
 
 @dataclass(frozen=True)
@@ -174,10 +142,10 @@ def _found(answer: tuple[bool, Any]) -> tuple[bool, str, str]:
 
 def _try_library(library: Library) -> Finding:
     if not imports.is_available(library.module):
-        return Finding(False, "", f"no module {library.module} in this environment; {library.get}")
+        return Finding(False, "", f"{absent(library)}; {library.advice('')}")
     works, version, reason = _found(probe(library.probe))
-    installed = version or imports.version(library.module) or "version unknown"
-    return Finding(True, installed) if works else Finding(False, installed, f"{reason}; {library.get}")
+    version = version or installed(library)
+    return Finding(True, version) if works else Finding(False, version, f"{reason}; {library.advice(reason)}")
 
 
 def _flex(backend: str, library: Finding, gpus: list[dict[str, Any]]) -> Finding:

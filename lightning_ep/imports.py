@@ -20,3 +20,9 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def version_of_module(module: str) -> str | None:
+    """Installed version of the distribution that brought `module`, whatever that distribution is called."""
+    names = metadata.packages_distributions().get(module, [])
+    return version(names[0]) if names else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ class Transport(Protocol):
         """Start sending `in_splits[r]` rows of `inp` to rank r (all alike without splits); the result has `wait()`,
         after which the current stream may read `out`."""
 
+    def close(self) -> None:
+        """Give back what was allocated for the exchanges; all ranks do so together, and not after a failure."""
+
 
 class GroupTransport:
     """torch.distributed's all-to-all."""
@@ -51,6 +54,9 @@ class GroupTransport:
     ) -> dist.Work:
         # What dist.all_to_all_single calls in the end; its checks cost the host more than the launch itself.
         return self.group.alltoall_base(out, inp, out_splits or [], in_splits or [], self._options)
+
+    def close(self) -> None:
+        pass  # the group is the mesh's
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -77,13 +83,14 @@ class AllToAllDispatcher(Dispatcher):
         self.num_experts, self.transport, self.layer = num_experts, transport, layer
         self.dedup, self.after_dispatch_grad = dedup, after_dispatch_grad
         self.ep_size, self.ep_rank = transport.size, transport.rank
-        self.moves = _moves(fused)
+        self.moves = choose_moves(fused)
 
     def route(self, experts_TK: Tensor) -> AllToAllExchange:
         return AllToAllExchange(self, experts_TK)
 
 
-def _moves(fused: bool) -> ModuleType:
+def choose_moves(fused: bool) -> ModuleType:
+    """The functions that move rows in memory: plain torch, or Triton kernels."""
     if not fused:
         return permute
     from lightning_ep.dispatch import kernels
@@ -101,7 +108,7 @@ class AllToAllExchange(Exchange):
         self.rank_TK, self.sent_WC = dispatcher.moves.plan_rows(
             self.experts_TK, dispatcher.num_experts, dispatcher.ep_size
         )
-        self._counts = _CountsOnTheirWay(dispatcher, self.sent_WC)
+        self._counts = CountsOnTheirWay(dispatcher.transport, self.sent_WC)
 
     # -- dispatch: tokens to experts
 
@@ -187,25 +194,30 @@ class AllToAllExchange(Exchange):
         invalid = {rank: row[INVALID] for rank, row in enumerate(received) if row[INVALID]}
         del self._counts
         if invalid:
-            raise RuntimeError(
-                f"MoE layer {self.layer}: expert ids outside [0, {self.dispatcher.num_experts}) came from the router "
-                f"of EP ranks {invalid} (rank: how many). A router that yields NaN or a top-k over the wrong axis does this."
-            )
+            refuse_ids(self.layer, self.dispatcher.num_experts, invalid)
 
 
-class _CountsOnTheirWay:
+def refuse_ids(layer: int, num_experts: int, invalid: dict[int, int]) -> NoReturn:
+    """Say which EP ranks' routers yielded how many ids of experts that do not exist."""
+    raise RuntimeError(
+        f"MoE layer {layer}: expert ids outside [0, {num_experts}) came from the router of EP ranks {invalid} (rank: how "
+        "many). A router that yields NaN or a top-k over the wrong axis does this."
+    )
+
+
+class CountsOnTheirWay:
     """Counts travel to the peers and on to the host while both passes go on launching.
 
     The copy to the host stands in the compute stream. That stream waits for the counts there, hence for what the EP
     group sent before them, but the next work that it gets needs that anyway.
     """
 
-    def __init__(self, dispatcher: AllToAllDispatcher, sent_WC: Tensor) -> None:
+    def __init__(self, transport: Transport, sent_WC: Tensor) -> None:
         self.sent_WC = self.received_WC = sent_WC
         self.work = None
-        if dispatcher.ep_size > 1:
+        if transport.size > 1:
             self.received_WC = torch.empty_like(sent_WC)
-            self.work = dispatcher.transport.all_to_all(self.received_WC, sent_WC)
+            self.work = transport.all_to_all(self.received_WC, sent_WC)
         if sent_WC.is_cuda:
             if self.work is not None:
                 self.work.wait()

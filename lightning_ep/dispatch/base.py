@@ -12,8 +12,8 @@ which starts communication and returns at once, and a wait, which makes the comp
     forward     launch_dispatch ... wait_dispatch  -> experts ->  launch_combine ... wait_combine
     backward    wait_dispatch_grad ... launch_dispatch_grad <- experts <- wait_combine_grad ... launch_combine_grad
 
-What is computed between a launch and its wait overlaps. A dispatcher writes these eight methods with plain tensors
-and knows nothing of autograd; the four functions below make them differentiable and offer the turn to the other pass.
+What is computed between a launch and its wait overlaps. A dispatcher writes these eight methods with plain tensors (and
+`prepare`, where something has to travel ahead of the tokens) and knows nothing of autograd; the four functions below make them differentiable and offer the turn to the other pass.
 
 Launch and wait are two autograd nodes joined by an empty "ticket" tensor, since the exchanged gradient has another
 number of rows than autograd would accept between them; the tensors themselves travel in the Exchange.
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from lightning_ep.dispatch.ranges import annotate
+from lightning_ep.guards.progress import progress
 from lightning_ep.schedule.turns import BACKWARD, FORWARD, hand_over
 
 # Called with (leg, layer, launched_at, wait_began_at, wait_ended_at), in seconds of perf_counter, after each wait.
@@ -61,6 +62,9 @@ class Exchange(ABC):
     after_dispatch_grad: Callable[[], None]
     leg: _Leg  # under way in the forward, and in the backward
     grad_leg: _Leg
+
+    def prepare(self, x_TD: Tensor, weights_TK: Tensor) -> None:  # noqa: B027 - optional
+        """Start what the launch needs, before the turn is offered: the other pass's kernels come in between."""
 
     @abstractmethod
     def launch_dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> None:
@@ -108,6 +112,7 @@ def dispatch(exchange: Exchange, x_TD: Tensor, weights_TK: Tensor) -> ExpertRows
 
     Offers the turn twice: before the host needs the sizes of the exchange, and once it is launched.
     """
+    exchange.prepare(x_TD, weights_TK)
     hand_over(FORWARD)
     ticket = _LaunchDispatch.apply(exchange, x_TD, weights_TK)
     hand_over(FORWARD)
@@ -135,14 +140,18 @@ class _Leg:
 
     def __init__(self, name: str, exchange: Exchange, launch: Callable[..., None], *tensors: Tensor) -> None:
         self.name, self.layer = name, exchange.layer
+        progress.enter((name, self.layer))  # a launch may wait for sizes
         with annotate(f"ep/{name}", self.layer):
             launch(*tensors)
+        progress.leave()
         self.launched = perf_counter()
 
     def wait(self, wait: Callable[[], Any]) -> Any:
         began = perf_counter()
+        progress.enter((self.name, self.layer))
         with annotate(f"ep/{self.name}", self.layer):
             arrived = wait()
+        progress.leave()
         if exchange_observers:
             ended = perf_counter()
             for observe in exchange_observers:

@@ -49,6 +49,9 @@ class EmulatedFabric:
             num_bytes = num_bytes * (self.size - 1) // self.size
         return EmulatedWork(self, out, inp, num_bytes)
 
+    def close(self) -> None:
+        self._stream = None
+
 
 class EmulatedWork:
     """An exchange under way; the tensors stay alive until it is waited for."""

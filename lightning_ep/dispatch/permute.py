@@ -144,7 +144,7 @@ def index_rows(
     """Sort (received row, local expert) pairs by expert, rows of one expert in the order received.
 
     Args:
-        local_RK: int32 local expert ids, -1 where the slot belongs to another rank.
+        local_RK: int32 or int64 local expert ids, -1 where the slot belongs to another rank.
         counts_WC: int32, as received from each rank (`plan_rows`); its rows add up to R, its tokens to `num_pairs` (P).
         ep_rank: this rank, whose rows come first; those of the others follow in order. Kernels look at every rank's
             rows at the same time.
@@ -157,7 +157,7 @@ def index_rows(
     flat = local_RK.reshape(-1)
     key = torch.where(flat < 0, num_local, flat)
     order_P = torch.argsort(key, stable=True)[:num_pairs]
-    pos_RK = torch.full_like(flat, -1)
+    pos_RK = torch.full_like(flat, -1, dtype=torch.int32)
     pos_RK[order_P] = torch.arange(num_pairs, dtype=torch.int32, device=flat.device)
     weights_P = weights_RK.reshape(-1)[order_P]
     return pos_RK.view_as(local_RK), weights_P, tokens_L.cumsum(0, dtype=torch.int32)
