@@ -29,10 +29,24 @@ def grouped_experts(
 
     Args:
         module: the experts module with its local parameters.
-        rows: `rows_PD` in the dtype to compute in; each expert's a multiple of `gemm.row_multiple`.
+        rows: `rows_PD` in the dtype to compute in.
         gemm: the backend.
         queue: what takes weight gradients over; None leaves them to autograd.
     """
+    if gemm.row_multiple > 1:
+        padded, place_P = _pad(rows, gemm.row_multiple)
+        return _grouped_experts(module, layout, padded, gemm, layer, queue).index_select(0, place_P)
+    return _grouped_experts(module, layout, rows, gemm, layer, queue)
+
+
+def _grouped_experts(
+    module: nn.Module,
+    layout: ExpertsLayout,
+    rows: ExpertRows,
+    gemm: Gemm,
+    layer: int,
+    queue: WeightGradQueue | None,
+) -> Tensor:
     split = Split(rows.offsets_L, rows.tokens_per_expert)
     up = _linear(getattr(module, layout.up), split, gemm, layer, queue, layout.is_transposed)
     down = _linear(module.down_proj, split, gemm, layer, queue, layout.is_transposed)
@@ -53,6 +67,23 @@ def grouped_experts(
     if layout.has_post_expert_norm:
         out = module.post_expert_norm(out)
     return _weighted(out, rows.weights_P)
+
+
+def _pad(rows: ExpertRows, multiple: int) -> tuple[ExpertRows, Tensor]:
+    """Rows of zeros behind each expert's own, up to the next multiple, and where the own ones are then."""
+    padded = [-(-count // multiple) * multiple for count in rows.tokens_per_expert]
+    offsets_L = rows.offsets_L
+    counts_L = torch.diff(offsets_L, prepend=offsets_L.new_zeros(1))
+    padded_offsets_L = ((counts_L + multiple - 1) // multiple * multiple).cumsum(0, dtype=torch.int32)
+    # An expert's rows move by the padding of those before it.
+    shift_L = (padded_offsets_L - offsets_L).roll(1).index_fill(0, offsets_L.new_zeros(1, dtype=torch.int64), 0)
+    own_rows = sum(rows.tokens_per_expert)
+    place_P = torch.arange(own_rows, device=offsets_L.device) + shift_L.repeat_interleave(
+        counts_L, output_size=own_rows
+    )
+    rows_PD = rows.rows_PD.new_zeros(sum(padded), rows.rows_PD.shape[1]).index_copy(0, place_P, rows.rows_PD)
+    weights_P = rows.weights_P.new_zeros(sum(padded)).index_copy(0, place_P, rows.weights_P)
+    return ExpertRows(rows_PD, weights_P, padded_offsets_L, padded), place_P
 
 
 def _weighted(x_PD: Tensor, weights_P: Tensor) -> Tensor:

@@ -66,10 +66,6 @@ class ParallelModel:
             force_load_balancing=self.config.moe_router_force_load_balancing,
         )
 
-    def delay_wgrad(self, delay: bool) -> None:
-        """Whether the experts' weight gradients wait in the queue; to change between accumulation windows only."""
-        self.queue.delay = delay
-
     def float32_gradients(self) -> set[Tensor]:
         """Half-precision parameters whose gradients add up in float32."""
         if not self.queue.fuse:

@@ -93,7 +93,7 @@ class Overlap:
         c, mesh = self.config, self.parallel.mesh
         backend = f" ({c.moe_flex_dispatcher_backend})" if c.moe_token_dispatcher_type == "flex" else ""
         experts = {found.num_experts // mesh.ep_size for found in self.parallel.experts}
-        wgrad = "delayed" if c.delay_wgrad_compute else "in the backward"
+        wgrad = "delayed" if c.delays_wgrad else "in the backward"
         return (
             f"ep_overlap: schedule {self.choice} ({self.reason}); dispatcher {c.moe_token_dispatcher_type}{backend}; expert "
             f"wgrad {wgrad}; EP {mesh.ep_size} x EDP {mesh.edp_size}; {'/'.join(map(str, sorted(experts)))} experts a rank"
