@@ -21,14 +21,14 @@ LIMIT = 150
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "SLURM", "NODE_RANK", "PL_")
 
 
-def run_all(*commands: list[str], **environments: dict[str, str]) -> list[str]:
-    """Run commands side by side to their end; their outputs, after each has ended well."""
+def run_all(*commands: list[str], cwd: Path = ROOT, **environments: dict[str, str]) -> list[str]:
+    """Run commands side by side to their end, the i-th with `env<i>` added; their outputs, once all ended well."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=cwd,
             env=clean | environments.get(f"env{i}", {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
