@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ep.config import EPConfig
-from lightning_ep.dispatch import make_dispatcher
-from lightning_ep.dispatch.alltoall import GroupTransport, Transport
+from lightning_ep.dispatch import make_carrier, make_dispatcher
+from lightning_ep.dispatch.alltoall import Transport
 from lightning_ep.experts.gemm import gemm_backend
 from lightning_ep.experts.interface import FoundExperts, find_experts
 from lightning_ep.experts.parallel import ExpertParallel, install, shard_experts
@@ -21,13 +21,13 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class ParallelModel:
-    """The experts of one model, spread over an EP group, their tokens carried by `transport` (the group itself)."""
+    """The experts of one model, spread over an EP group, their tokens carried by `transport` (what `config` says)."""
 
     def __init__(
         self, model: nn.Module, config: EPConfig, mesh: ExpertMesh, transport: Transport | None = None
     ) -> None:
         self.model, self.config, self.mesh = model, config, mesh
-        self.transport = transport or GroupTransport(mesh.ep_group)
+        self.transport = transport or make_carrier(config, mesh)
         self.queue = WeightGradQueue(fuse=config.gradient_accumulation_fusion)
         self.queue.delay = config.delays_wgrad
         self.experts: list[FoundExperts] = []
