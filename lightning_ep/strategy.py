@@ -108,6 +108,7 @@ class EPOverlapStrategy(GuardedStrategy):
         super().__init__(timeout=timeout, uneven_data=uneven_data, **kwargs)
         self.mesh: ExpertMesh | None = None
         self.parallel: ParallelModel | None = None
+        self._may_close = True
         self._reducer: GradientReducer | None = None
         self._overlap: Overlap | None = None
         self._syncing = True
@@ -317,6 +318,8 @@ class EPOverlapStrategy(GuardedStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._forget_unfinished()
+        # Closing is collective, and the other ranks may be elsewhere.
+        self._may_close = False
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
@@ -325,6 +328,8 @@ class EPOverlapStrategy(GuardedStrategy):
         if self._overlap is not None:
             self._overlap.close()
             self._overlap = None
+        if self.parallel is not None and self._may_close:
+            self.parallel.close()
         super().teardown()
 
     def _forget_unfinished(self) -> None:
