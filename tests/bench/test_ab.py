@@ -211,6 +211,7 @@ def test_plots_of_traces(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_real_runs(tmp_path):
     """Two ranks, overlap off and on: equal losses, more between launch and wait."""
     argv = [
