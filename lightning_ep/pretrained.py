@@ -14,6 +14,7 @@ knowledge: its own loading code sees the experts as DTensors of which this rank 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -117,7 +118,7 @@ def _load(
         dtype_plan=model._get_dtype_plan(model.dtype),
         weight_mapping=get_model_conversion_mapping(model),
     )
-    with _quiet(), _experts_as_shares(experts, mesh), ExitStack() as files:
+    with _one_by_one(), _experts_as_shares(experts, mesh), ExitStack() as files:
         slices = _slices(directory, files)
         info, _ = convert_and_load_state_dict_in_model(model, slices, config)
         if info.conversion_errors:
@@ -199,14 +200,20 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _quiet() -> Generator[None, None, None]:
-    """One progress bar a rank is too many."""
+def _one_by_one() -> Generator[None, None, None]:
+    """Transformers reads a weight when it is its turn, not all of them ahead (twice the memory), without progress bars."""
     from transformers.utils import logging
 
-    was_on = logging.is_progress_bar_enabled()
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before, bars = os.environ.get(name), logging.is_progress_bar_enabled()
+    os.environ[name] = "1"
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if was_on:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+        if bars:
             logging.enable_progress_bar()
