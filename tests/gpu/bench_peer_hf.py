@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_ep.bench.shapes import qwen3_30b_a3b
 from lightning_ep.dense import fuse_rms_norms
+from lightning_ep.dispatch.alltoall import GroupTransport
 from tests.gpu.common import DEVICE, RANK, WORLD, kernel_times, parallelize, profiled, say, start, time_ms
 
 L, S = int(os.environ.get("L", 4)), int(os.environ.get("S", 4096))
@@ -43,8 +44,19 @@ def peer() -> torch.nn.Module:
 
 def ours(**options: object) -> torch.nn.Module:
     model = build()
-    parallelize(model, WORLD, **options)
+    parallelize(model, WORLD, CountingTransport, **options)
     return model
+
+
+SENT = {"bytes": 0}
+
+
+class CountingTransport(GroupTransport):
+    """Adds up the bytes that leave this rank; its own rows never enter an all-to-all."""
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, *splits: list[int]) -> dist.Work:
+        SENT["bytes"] += inp.nbytes
+        return super().all_to_all(out, inp, *splits)
 
 
 def measure_all(cases: dict, rounds: int = 2) -> None:
@@ -66,6 +78,10 @@ def measure_all(cases: dict, rounds: int = 2) -> None:
             for _ in range(3):
                 step()
             best[name].append(time_ms(step))
+            SENT["bytes"] = 0
+            step()
+            # The peer sends every choice of an expert, own ones too: 8 copies, there and back, forward and backward.
+            sent = SENT["bytes"] / S / L or 8 * 2048 * 2 * 4
             peak = torch.cuda.max_memory_allocated() / 2**30
             if round_ == 0:
                 kinds = kernel_times(profiled(step))
@@ -77,7 +93,9 @@ def measure_all(cases: dict, rounds: int = 2) -> None:
                     both.export_chrome_trace(f"{folder}/{name.replace(' ', '_')}.json.gz")
                 elif name in ("ours", "peer HF") and os.environ.get("TRACES"):
                     step()
-                notes[name] = f"peak {peak:5.1f} GiB  " + "  ".join(f"{k} {v:.1f}" for k, v in sorted(kinds.items()))
+                notes[name] = f"peak {peak:5.1f} GiB  {sent:,.0f} bytes a token and layer in all-to-alls  " + "  ".join(
+                    f"{k} {v:.1f}" for k, v in sorted(kinds.items())
+                )
             del model, step
             gc.collect()  # a replaced forward is a cycle
             torch.cuda.empty_cache()

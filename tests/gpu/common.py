@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ep.config import EPConfig
+from lightning_ep.dispatch.alltoall import GroupTransport
 from lightning_ep.experts.model import ParallelModel
 from lightning_ep.mesh import build_mesh
 from lightning_ep.profiling.intervals import intersection, measure, union
@@ -36,10 +37,13 @@ def say(*words: object) -> None:
         print(*words, flush=True)
 
 
-def parallelize(model: nn.Module, ep_size: int, **options: object) -> ParallelModel:
+def parallelize(
+    model: nn.Module, ep_size: int, transport: type[GroupTransport] = GroupTransport, **options: object
+) -> ParallelModel:
     """Spread the model's experts without a Trainer."""
     config = EPConfig(expert_model_parallel_size=ep_size, **options)
-    parallel = ParallelModel(model, config, build_mesh(ep_size, "cuda"))
+    mesh = build_mesh(ep_size, "cuda")
+    parallel = ParallelModel(model, config, mesh, transport(mesh.ep_group))
     parallel.shard()
     return parallel
 
