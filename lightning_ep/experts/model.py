@@ -122,6 +122,10 @@ class ParallelModel:
             torch.manual_seed(torch.initial_seed() + 1 + self.mesh.ep_rank)
             _initialize(self.model, owners)
 
+    def close(self) -> None:
+        """Hand back what carried the tokens; collective."""
+        self.transport.close()
+
     def describe(self) -> str:
         """A short table of what was found."""
         head = (

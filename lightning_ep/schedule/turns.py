@@ -45,7 +45,7 @@ class PassAborted(RuntimeError):
 
 
 class TwoThreads:
-    """A forward and a backward pass in two threads that take turns, the backward first.
+    """A forward pass in the thread that makes this object and a backward pass in any other take turns, backward first.
 
     Only the thread that holds the turn runs, so the fields need no lock. A pass that ends, well or not, leaves;
     the other then keeps the turn, or is aborted at its next hand-over when its partner failed.
@@ -56,6 +56,7 @@ class TwoThreads:
         for gate in self._gates:
             gate.acquire()
         self._here = [True, True]
+        self._forward_thread = threading.get_ident()
         self.error: BaseException | None = None
 
     def wait_for_first_turn(self, me: int) -> None:
@@ -65,6 +66,8 @@ class TwoThreads:
             self._raise_if_partner_failed()
 
     def hand_over(self, me: int) -> None:
+        # Activation checkpointing repeats a forward within the backward: that is the backward's turn.
+        me = FORWARD if threading.get_ident() == self._forward_thread else BACKWARD
         other = 1 - me
         if self._here[other]:
             self._gates[other].release()
