@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lightning_ep.bench.child import RunFailed, run_child
-from lightning_ep.bench.plan import Case, Plan, cases_of, parse_a2a_overlap, parse_steady, parse_vary
+from lightning_ep.bench.plan import THIS_PYTHON, Case, Plan, cases_of, parse_a2a_overlap, parse_steady, parse_vary
 from lightning_ep.bench.report import COLUMNS, ABReport, CaseResult, sentence
 from lightning_ep.callbacks.parity import StepRecord, compare_runs, header_differences, read_run, tolerance_for
 
@@ -235,6 +235,11 @@ def _parse(argv: list[str]) -> tuple[Plan, Path]:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--no-profile", action="store_true", help="leave the profiled runs out")
+    parser.add_argument(
+        "--launch", metavar="COMMAND",
+        help="what starts a run, such as 'srun lightning-ep' or 'torchrun --nproc-per-node 8 -m lightning_ep'; it gets "
+        "fit and its arguments. By default Lightning starts the ranks itself",
+    )  # fmt: skip
     parser.add_argument("--out", help="folder for the report; runs/ab-DATE by default")
     split = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
@@ -251,6 +256,7 @@ def _parse(argv: list[str]) -> tuple[Plan, Path]:
     plan = Plan(
         configs=tuple(args.config), cases=cases_of(axes), first=first, last=last, repeats=args.repeats, seed=args.seed,
         profile=not args.no_profile, extra=tuple(argv[split + 1 :]),
+        program=tuple(shlex.split(args.launch)) if args.launch else THIS_PYTHON,
     )  # fmt: skip
     folder = Path(args.out or f"runs/ab-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists() and any(folder.iterdir()):

@@ -21,6 +21,7 @@ _RECORDER = "lightning_ep.bench.recorder.StepRecorder"
 _PARITY = "lightning_ep.callbacks.LossParity"
 _OVERLAP = "lightning_ep.callbacks.OverlapMetrics"
 PROFILED_STEPS = 3
+THIS_PYTHON = (sys.executable, "-m", "lightning_ep")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Plan:
     seed: int
     profile: bool
     extra: tuple[str, ...] = ()
-    program: tuple[str, ...] = (sys.executable, "-m", "lightning_ep")
+    program: tuple[str, ...] = THIS_PYTHON
 
     def command(self, case: Case, folder: Path, profiled: bool = False) -> list[str]:
         """The command line of one run, which leaves its records in `folder`."""

@@ -179,6 +179,25 @@ def test_a2a_overlap_sets_both_and_warns_in_its_help(capsys):
     assert "do not use it to isolate" in " ".join(capsys.readouterr().out.split())
 
 
+def test_launched_by_something_else(tmp_path):
+    launch = " ".join(FAKE)
+    argv = [
+        "--config",
+        CONFIG,
+        "--vary",
+        f"{OVERLAP}=true",
+        "--steady",
+        "2:4",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main([*argv, "--no-profile", "--launch", launch]) == 0
+    assert report_of(tmp_path)["cases"][0]["step_seconds"] == [[9.0, 1.0, 1.0]]
+    assert not (tmp_path / "00-profile").exists()
+
+
 def test_steady_window():
     assert parse_steady("5:20") == (5, 20)
 
