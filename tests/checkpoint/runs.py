@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,35 @@ def train(
     module = kind(**arguments)
     callbacks = (EMAWeightAveraging(decay=0.8),) if ema else ()
     return result(fit(module, folder, ep_size, epochs, ckpt_path, callbacks), module)
+
+
+class Resumable(DataLoader):
+    """Counts what it gave, and goes on from there."""
+
+    given = skip = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.given, self.skip = self.skip, 0
+        for batch in itertools.islice(super().__iter__(), self.given, None):
+            self.given += 1
+            yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skip = state["given"]
+
+
+def train_saving_midway(folder: Path | None, ep_size: int, ckpt_path: Path | None, seed: int) -> dict[str, Any]:
+    module = Scheduled(seed=seed)
+    data = Resumable(loader(STEPS, 1).dataset, batch_size=1)
+    saving = checkpoints(folder, filename="{step}", every_n_train_steps=2) if folder else None
+    callbacks = (saving,) if saving else ()
+    return result(
+        fit(module, None, ep_size, 2, ckpt_path, callbacks, data, enable_checkpointing=saving is not None), module
+    )
 
 
 def remember(folder: Path, ckpt_path: Path | None) -> tuple[dict[str, Any], list[str]]:

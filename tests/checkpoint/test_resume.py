@@ -21,6 +21,7 @@ from tests.checkpoint.runs import (
     remember,
     resave,
     train,
+    train_saving_midway,
 )
 from tests.distributed import run_distributed
 
@@ -78,6 +79,15 @@ def test_other_sizes(tmp_path: Path) -> None:
             torch.testing.assert_close(actual, expected_logits, rtol=1e-4, atol=1e-5)
         previous = target
     assert_same(run_distributed(logits, 4, previous, 4), logits_at_4)
+
+
+def test_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """With a loader that can go on, at the same and at another EP size."""
+    straight = run_distributed(train_saving_midway, 2, tmp_path, 2, None, 0)
+    for ep_size, tolerance in [(2, 0), (1, 1e-5)]:
+        resumed = run_distributed(train_saving_midway, 2, None, ep_size, tmp_path / "step=2.ckpt", 9)
+        for before, after in zip(straight, resumed, strict=True):
+            torch.testing.assert_close(after["losses"], before["losses"][2:], rtol=tolerance, atol=0)
 
 
 def test_last_is_found(tmp_path: Path) -> None:
