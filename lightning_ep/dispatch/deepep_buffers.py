@@ -93,7 +93,7 @@ class Buffer:
     def close(self) -> None:
         if self._buffer is not None:
             self._buffer.destroy()
-            self._buffer = None
+            self._buffer, self._hidden = None, 0
 
     def _reserve(self, hidden: int) -> None:
         if hidden <= self._hidden:
@@ -146,7 +146,7 @@ class ElasticBuffer:
     def close(self) -> None:
         if self._buffer is not None:
             self._buffer.destroy()
-            self._buffer = None
+            self._buffer, self._reserved = None, (0, 0, 0)
 
     def _reserve(self, tokens: int, hidden: int, slots: int) -> None:
         wanted = tuple(max(pair) for pair in zip(self._reserved, (tokens, hidden, slots), strict=True))
