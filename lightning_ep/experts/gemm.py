@@ -129,9 +129,7 @@ def _adds_to_float32(dtype: torch.dtype, device: torch.device) -> bool:
 def _runs_grouped(a: Tensor, b: Tensor) -> bool:
     if not hasattr(F, "grouped_mm") or a.dtype == torch.float64 or a.numel() == 0:
         return False
-    if not a.is_cuda:
-        return True
-    if a.dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) < (8, 0):
+    if a.is_cuda and (a.dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) < (8, 0)):
         return False
-    # The kernel's loads need strides of a multiple of 16 bytes.
-    return all(stride % 8 == 0 or stride == 1 for stride in (*a.stride(), *b.stride()))
+    # The kernel's loads need strides of a multiple of 16 bytes; the CPU's twin insists too.
+    return all(stride * a.itemsize % 16 == 0 or stride == 1 for stride in (*a.stride(), *b.stride()))
