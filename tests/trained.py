@@ -69,7 +69,7 @@ def quiet_trainer(**kwargs: Any) -> pl.Trainer:
     return pl.Trainer(
         **{
             "accelerator": "cpu",
-            "devices": dist.get_world_size(),
+            "devices": dist.get_world_size() if dist.is_initialized() else 1,
             "num_sanity_val_steps": 0,
             "max_epochs": 1,
             **quiet,
