@@ -27,7 +27,7 @@ OPTIONS = {
 }
 
 # Largest difference over the largest entry. bfloat16 has 8 bits, and tokens, sums and gradients are rounded on the way.
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 
 NUM_EXPERTS, TOP_K = 8, 3
 
@@ -82,10 +82,14 @@ def errors_of(
     me, errors = dist.get_rank(), {}
     for step in range(2):
         batches = {r: make_batch(routing(r, step), hidden, 10 * step + r, dtype, device) for r in ranks}
-        together = Batch(*(torch.cat(parts) for parts in zip(*(vars(b).values() for b in batches.values()), strict=True)))
+        together = Batch(
+            *(torch.cat(parts) for parts in zip(*(vars(b).values() for b in batches.values()), strict=True))
+        )
         start = sum(len(batches[r].x_TD) for r in ranks if r < me)
         own = slice(start, start + len(batches[me].x_TD))
-        expected = run(truth, Batch(together.x_TD.to(exact), together.index_TK, together.weights_TK, together.grad_TD.to(exact)))
+        expected = run(
+            truth, Batch(together.x_TD.to(exact), together.index_TK, together.weights_TK, together.grad_TD.to(exact))
+        )
         for name, got in run(experts, batches[me], parallel).items():
             if got.dtype != (torch.promote_types(dtype, torch.float32) if "weight" in name else dtype):
                 errors[f"dtype of {name}, step {step}"] = float("inf")
