@@ -36,6 +36,7 @@ from lightning_ep.guards.loaders import UnevenData
 from lightning_ep.guards.strategy import GuardedStrategy
 from lightning_ep.mesh import ExpertMesh, build_mesh
 from lightning_ep.pretrained import experts_will_be_cut
+from lightning_ep.replicas import ReplicatedBuffers, check_ddp_arguments, check_optimizers
 from lightning_ep.schedule.overlap import Overlap
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class EPOverlapStrategy(GuardedStrategy):
         uneven_data: when ranks have different numbers of training batches, "stop" ends each epoch with the first rank
             that has no more (and says so), "error" refuses. Evaluation and prediction see every batch anyway.
         kwargs: Lightning's `DDPStrategy` arguments: `process_group_backend`, `start_method`, `cluster_environment`,
-            `bucket_cap_mb` and so on. `find_unused_parameters` has nothing to do: unused parameters get zero gradients.
+            `bucket_cap_mb`, `broadcast_buffers` and so on. `find_unused_parameters` has nothing to do here: a parameter
+            that no rank used keeps no gradient, one that some ranks used counts as zero on the others.
 
     Raises:
         ValueError: a value that means nothing, with the fix.
@@ -106,10 +108,12 @@ class EPOverlapStrategy(GuardedStrategy):
         given = locals()
         self.config = EPConfig(**{field.name: given[field.name] for field in fields(EPConfig)})
         super().__init__(timeout=timeout, uneven_data=uneven_data, **kwargs)
+        check_ddp_arguments(self)
         self.mesh: ExpertMesh | None = None
         self.parallel: ParallelModel | None = None
         self._may_close = True
         self._reducer: GradientReducer | None = None
+        self._buffers: ReplicatedBuffers | None = None
         self._overlap: Overlap | None = None
         self._syncing = True
         self._reduced = True
@@ -175,12 +179,14 @@ class EPOverlapStrategy(GuardedStrategy):
             fuse_rms_norms(self.parallel.model)
         rank_zero_info(self.parallel.describe())
         super().setup(trainer)
+        check_optimizers(self.optimizers, self.parallel.model)
 
     def configure_ddp(self) -> None:
         """Fitting: no DDP wrapper, whose hooks know nothing of two passes in flight; one reducer for all parameters."""
         assert self.parallel is not None and self.mesh is not None
-        _sync_module_states(self.lightning_module)
-        self.parallel.sync_expert_replicas()
+        if self._ddp_kwargs.get("init_sync", True):
+            _sync_module_states(self.lightning_module)
+            self.parallel.sync_expert_replicas()
         dense, experts = self.parallel.trainable()
         if self._reducer is not None:
             self._reducer.close()
@@ -192,6 +198,8 @@ class EPOverlapStrategy(GuardedStrategy):
             float32=self.parallel.float32_gradients(),
             overlap=self.config.overlap_grad_reduce,
         )
+        keeps = self._ddp_kwargs.get("broadcast_buffers", True)
+        self._buffers = ReplicatedBuffers(self.parallel.model, self.parallel.ignored()) if keeps else None
         self._syncing = self._reduced = True  # an earlier fit may have ended anywhere
         self.use(self.config)
         rank_zero_info(self._overlap.describe())
@@ -265,6 +273,8 @@ class EPOverlapStrategy(GuardedStrategy):
             self._reduce()  # the last micro-batch may have had no loss
             assert self.parallel is not None
             self.parallel.queue.assert_empty()
+            if self._buffers is not None:
+                self._buffers.broadcast()
             return result
 
         return super().optimizer_step(optimizer, closed, model, **kwargs)

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_LOST = "no answer"
+_LOST, _STARTED = "no answer", "started"
+_IMPORT_SECONDS = 240
+_GRACE_SECONDS = 20  # for the ranks' own time-outs, which say more
 
 
 class RemoteError(AssertionError):
@@ -48,10 +50,13 @@ class Pool:
 
     def _receive(self, rank: int, timeout: float) -> tuple[bool, Any]:
         process, pipe = self._workers[rank]
-        # A new process first imports torch.
-        if not pipe.poll(timeout + 60):
-            return False, f"{_LOST} after {timeout} s: hangs"
         try:
+            # A new process first imports torch and whatever the test does.
+            if not pipe.poll(_IMPORT_SECONDS):
+                return False, f"{_LOST} within {_IMPORT_SECONDS} s: does not start"
+            assert pipe.recv() == _STARTED
+            if not pipe.poll(timeout + _GRACE_SECONDS):
+                return False, f"{_LOST} after {timeout} s: hangs"
             return pipe.recv()
         except EOFError:
             process.join(5)
@@ -72,6 +77,7 @@ def _serve(pipe: Connection) -> None:
             fn, args, rank, world_size, store, timeout = pipe.recv()
         except EOFError:
             return
+        pipe.send(_STARTED)
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
             GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="tests",

@@ -78,10 +78,14 @@ class ParallelModel:
         """Parameters and buffers of which this rank holds its share."""
         return {getattr(found.module, name) for found in self.experts for name in found.sharded}
 
+    def ignored(self) -> set[str]:
+        """Full names of parameters and buffers that are not the same on all ranks: experts, and the user's own list."""
+        return set(getattr(self.model, _IGNORED, ()))
+
     def trainable(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """(dense, expert) parameters whose gradients this package reduces; the user's own DDP ignore list is left out."""
         sharded = self.expert_tensors()
-        ignored = set(getattr(self.model, _IGNORED, ()))
+        ignored = self.ignored()
         experts = [p for p in self.model.parameters() if p in sharded]
         dense = [p for name, p in self.model.named_parameters() if p not in sharded and name not in ignored]
         return dense, experts
