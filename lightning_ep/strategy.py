@@ -287,6 +287,8 @@ class EPOverlapStrategy(GuardedStrategy):
 
     def _reduce(self) -> None:
         if not self._reduced and self._reducer is not None:
+            assert self.parallel is not None
+            self.parallel.queue.assert_empty()
             self._reducer.reduce()
             self._reduced = True
 
