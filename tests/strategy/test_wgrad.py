@@ -1,0 +1,240 @@
+"""Delayed and fused weight gradients and early buckets under the Trainer: the same bits, at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_ep import EPOverlapStrategy
+from lightning_ep.dispatch.base import exchange_observers
+from lightning_ep.experts.layer import TopKRouter
+from tests.distributed import RemoteError, run_distributed
+from tests.strategy.toy import HIDDEN, ToyModule, digests, loader, make_moe
+from tests.trained import quiet_trainer, whole
+
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+DELAY = {**OVERLAP, "delay_wgrad_compute": True}
+SIBLING = {"overlap_dispatch_backward_with_experts_wgrad": True}
+FUSED = {"gradient_accumulation_fusion": True}
+EARLY = {"overlap_grad_reduce": True, "bucket_cap_mb": 0.002}
+
+
+class _NeverLast(TopKRouter):
+    """Sends no token to the last expert."""
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        index_TK, weights_TK, aux_loss = super().forward(x_TD)
+        return index_TK.clamp(max=self.weight.shape[0] - 2), weights_TK, aux_loss
+
+
+class Net(nn.Module):
+    """Four MoE layers: the second has the first one's experts, the third a frozen weight, the last an unused expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.moe = nn.ModuleList([make_moe(24, 8, 3), make_moe(24, 8, 2), make_moe(40, 4, 2), make_moe(16, 4, 1)])
+        self.moe[1].experts.gate_up_proj = self.moe[0].experts.gate_up_proj
+        self.moe[1].experts.down_proj = self.moe[0].experts.down_proj
+        self.moe[2].experts.down_proj.requires_grad_(False)
+        self.moe[3].router = _NeverLast(HIDDEN, 4, 1, True, 0.3)
+        self.last = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, sometimes: bool = False) -> Tensor:
+        x = self.first(x)
+        for layer in self.moe:
+            x = x + layer(x)
+        return self.last(x)
+
+
+class Module(ToyModule):
+    """Keeps the gradients that every optimizer step sees, and how many waited when a hook could look."""
+
+    def __init__(self) -> None:
+        super().__init__(Net())
+        self.seen: list[dict[str, Tensor]] = []
+        self.waiting: list[int] = []
+
+    def on_after_backward(self) -> None:
+        self.waiting.append(len(self.trainer.strategy.parallel.queue))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.waiting.append(len(self.trainer.strategy.parallel.queue))
+        self.seen.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
+
+
+def fit(options: dict[str, Any], accumulate: int, steps: int = 10, scaler: float = 0, **trainer: Any) -> dict[str, Any]:
+    """The losses, every step's gradients, and the parameters in the end; `scaler`: 16-mixed from that scale on."""
+    module, strategy = Module(), EPOverlapStrategy(2, **options)
+    if scaler:
+        # growth makes the scale overflow again and again
+        scaling = torch.amp.GradScaler("cpu", init_scale=scaler, growth_interval=2)
+        trainer["plugins"] = MixedPrecision("16-mixed", "cpu", scaling)
+    fitted = quiet_trainer(
+        strategy=strategy, accumulate_grad_batches=accumulate, use_distributed_sampler=False, **trainer
+    )
+    fitted.fit(module, loader(steps * accumulate, dist.get_world_size(), dist.get_rank()))
+    result = {
+        "losses": torch.stack(module.losses),
+        "gradients": module.seen,
+        "waiting": module.waiting,
+        "params": whole(strategy, dict(module.named_parameters()), prefix=""),
+        "digests": digests(strategy),
+    }
+    if scaler:
+        result["scale"] = fitted.precision_plugin.scaler.get_scale()
+    return result
+
+
+def assert_same_bits(ranks: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    for one, other in zip(ranks, others, strict=True):
+        assert torch.equal(one["losses"], other["losses"])
+        assert one.get("scale") == other.get("scale")
+        assert len(other["waiting"]) > len(other["gradients"]) and not any(other["waiting"])
+        for step, (want, got) in enumerate(zip(one["gradients"], other["gradients"], strict=True)):
+            assert want.keys() == got.keys(), step
+            for name, grad in want.items():
+                torch.testing.assert_close(got[name], grad, rtol=0, atol=0, equal_nan=True, msg=f"step {step}, {name}")
+        for name, parameter in one["params"].items():
+            assert torch.equal(parameter, other["params"][name]), name
+
+
+# name: (options, the same without what is tested, accumulation, more arguments of `fit`)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
+    "delayed under 1f1b, clipped": (DELAY, {}, 4, {"gradient_clip_val": 0.1}),
+    "delayed, nothing to pair": ({**DELAY, "overlap_schedule": "1f1b"}, {}, 1, {}),
+    "delayed under two_batch": (DELAY, OVERLAP, 1, {}),
+    "small sibling": (SIBLING, {}, 1, {}),
+    "small sibling, accumulated": (SIBLING, {}, 4, {}),
+    "fused and delayed": ({**DELAY, **FUSED}, FUSED, 4, {}),
+    "fused and delayed, bf16": ({**DELAY, **FUSED}, FUSED, 4, {"precision": "bf16-true"}),
+    "16-mixed with skipped steps": (DELAY, {}, 2, {"scaler": 2.0**18, "gradient_clip_val": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits(case: str) -> None:
+    options, base, accumulate, arguments = CASES[case]
+    expected = run_distributed(_fit, 2, base, accumulate, arguments)
+    assert_same_bits(expected, run_distributed(_fit, 2, options, accumulate, arguments))
+    shared = {n for n in expected[0]["gradients"][0] if "moe.0.experts" in n}
+    assert len(shared) == 2 and "net.moe.2.experts.down_proj" not in expected[0]["gradients"][0]
+    if "scaler" in arguments:  # some steps were skipped, some taken
+        assert expected[0]["scale"] < arguments["scaler"]
+        finite = [all(g.isfinite().all() for g in step.values()) for step in expected[0]["gradients"]]
+        assert True in finite and False in finite
+
+
+def _fit(options: dict[str, Any], accumulate: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return fit(options, accumulate, **arguments)
+
+
+@pytest.mark.parametrize("more", [{}, DELAY, {**DELAY, **FUSED}], ids=["plain", "delayed", "delayed, fused"])
+def test_early_buckets_change_no_bit(more: dict[str, Any]) -> None:
+    base = {k: v for k, v in EARLY.items() if k == "bucket_cap_mb"} | {k: v for k, v in more.items() if k in FUSED}
+    expected = run_distributed(_fit, 4, base, 2, {"steps": 4})
+    actual = run_distributed(_fit, 4, {**more, **EARLY}, 2, {"steps": 4})
+    assert_same_bits(expected, actual)
+    for name in actual[0]["digests"]:  # ranks that share experts agree
+        assert len({rank["digests"][name] for rank in actual if name in rank["digests"]}) == 1, name
+
+
+def when_buckets_leave(overlap: bool) -> list[str]:
+    """Arrivals of dispatch gradients and starts of expert buckets, over one window of two micro-batches."""
+    events: list[str] = []
+    all_reduce = dist.all_reduce
+
+    def recorded(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if group is strategy.mesh.edp_group:
+            events.append("bucket")
+        return all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+    module = Module()
+    strategy = EPOverlapStrategy(2, bucket_cap_mb=0.002, **DELAY, overlap_grad_reduce=overlap)
+    trainer = quiet_trainer(strategy=strategy, accumulate_grad_batches=2, use_distributed_sampler=False)
+
+    def observe(leg: str, layer: int, *times: float) -> None:
+        if leg == "dispatch_bwd":
+            events.append(f"dispatch_bwd/{layer}")
+
+    exchange_observers.append(observe)
+    dist.all_reduce = recorded
+    try:
+        trainer.fit(module, loader(2, 4, dist.get_rank()))
+    finally:
+        dist.all_reduce = all_reduce
+        exchange_observers.remove(observe)
+    return events
+
+
+def test_expert_buckets_leave_while_their_layers_gradients_travel() -> None:
+    """A layer's bucket starts after its dispatch gradient did and before that has arrived; only in the last backward."""
+    for events in run_distributed(when_buckets_leave, 4, True):
+        assert events[:4] == [f"dispatch_bwd/{layer}" for layer in (3, 2, 1, 0)]
+        # One of layer 2's weights is frozen; layers 1 and 0 share theirs, complete with layer 0.
+        assert events[4:] == [
+            *("bucket", "bucket", "dispatch_bwd/3", "bucket", "dispatch_bwd/2"),
+            *("dispatch_bwd/1", "bucket", "bucket", "dispatch_bwd/0"),
+        ]
+    for events in run_distributed(when_buckets_leave, 4, False):
+        assert events[8:] == ["bucket"] * 5
+
+
+# -- failures
+
+
+class Planted(RuntimeError):
+    pass
+
+
+def fails(where: str) -> dict[str, Any]:
+    """A fit that fails in one pass of a pair, or in the last backward, when some gradients are reduced already."""
+    module, strategy = Module(), EPOverlapStrategy(2, **DELAY, **EARLY)
+    forward = module.net.moe[1].forward
+
+    def planted(x: Tensor) -> Tensor:
+        if where == "forward" and len(module.losses) == 2:
+            raise Planted
+        out = forward(x)
+        if len(module.losses) == {"backward": 2, "last backward": 3}.get(where):
+            out.register_hook(_raise)
+        return out
+
+    module.net.moe[1].forward = planted
+    trainer = quiet_trainer(strategy=strategy, accumulate_grad_batches=4, use_distributed_sampler=False)
+    with pytest.raises(Planted):
+        trainer.fit(module, loader(4, 2, dist.get_rank()))
+    return {"waiting": len(strategy.parallel.queue), "buckets": len(strategy._reducer._under_way)}
+
+
+def _raise(grad: Tensor) -> None:
+    raise Planted
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "last backward"])
+def test_an_exception_in_either_pass_drops_the_queue_whole(where: str) -> None:
+    assert run_distributed(fails, 2, where) == [{"waiting": 0, "buckets": 0}] * 2
+
+
+class _Leftover(pl.Callback):
+    """A weight gradient that nobody computes before the optimizer step."""
+
+    def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        weight = module.net.moe[2].experts.gate_up_proj
+        trainer.strategy.parallel.queue.push(weight, 2, None)
+
+
+def train_with_a_leftover() -> None:
+    fit(SIBLING, 1, steps=1, callbacks=[_Leftover()])
+
+
+def test_a_leftover_at_the_optimizer_step_is_an_error() -> None:
+    with pytest.raises(RemoteError, match=r"weight gradients are not in .grad yet \(waiting: layers \[2\]"):
+        run_distributed(train_with_a_leftover, 2)
