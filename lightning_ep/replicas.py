@@ -54,9 +54,11 @@ def check_ddp_arguments(strategy: DDPStrategy) -> None:
         ValueError: a known name that changes what DDP trains and means nothing without its reducer.
     """
     given: dict[str, Any] = strategy._ddp_kwargs
-    known = [name for name in signature(DistributedDataParallel.__init__).parameters if name not in _NOT_YOURS]
-    for name in given:
-        if name not in known:
+    parameters = signature(DistributedDataParallel.__init__).parameters
+    known = [name for name in parameters if name not in _NOT_YOURS]
+    for name, value in given.items():
+        # LightningCLI passes every argument that it finds in DDP's signature, with its default.
+        if name not in known and not (name in parameters and value == parameters[name].default):
             near = get_close_matches(name, [*known, *signature(type(strategy).__init__).parameters], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{type(strategy).__name__} got an unexpected keyword argument {name!r}{hint}")
