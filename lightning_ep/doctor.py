@@ -26,7 +26,7 @@ from rich.table import Table
 
 from lightning_ep import imports
 from lightning_ep.flex import gpus_of, supports
-from lightning_ep.libraries import LIBRARIES, Library, absent, installed
+from lightning_ep.libraries import LIBRARIES, Library, absent, ibgda, installed
 
 # Importing Transformer Engine or DeepEP for the first time reads gigabytes.
 PROBE_TIMEOUT = 120
@@ -98,7 +98,7 @@ def examine() -> Report:
         nvlink=_nvlink(),
         rdma=_rdma(),
         nvshmem=_nvshmem(),
-        ibgda=_ibgda(),
+        ibgda=ibgda(),
         dispatchers={
             "alltoall": alltoall,
             "flex + deepep": _flex("deepep", found["DeepEP"], gpus),
@@ -191,16 +191,6 @@ def _rdma(root: Path = Path("/sys/class/infiniband")) -> list[str]:
 def _nvshmem() -> str:
     versions = (imports.version(f"nvidia-nvshmem-cu{major}") for major in (12, 13))
     return next((version for version in versions if version), "not found; DeepEP across nodes needs it")
-
-
-def _ibgda(parameters: Path = Path("/proc/driver/nvidia/params")) -> str:
-    """Whether the driver lets GPUs ring the network card's doorbell, which DeepEP across nodes needs."""
-    try:
-        text = parameters.read_text()
-    except OSError:
-        return "unknown (no NVIDIA driver)"
-    on = re.search(r"EnableStreamMemOPs: 1", text) and re.search(r"PeerMappingOverride=1", text)
-    return "on" if on else "off; the driver options EnableStreamMemOPs and PeerMappingOverride are not both 1"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_ep.model_facts import num_experts
 
 BACKENDS = ("deepep", "hybridep")
+# GPUs of one node that DeepEP's kernels connect over NVLink.
+NVLINK_RANKS = 8
 _GPUS = {
     "deepep": "compute capability 8.x or 9.x (Ampere, Ada, Hopper), B200 or B300",
     "hybridep": "compute capability 8.x, 9.x or 10.x (Ampere, Ada, Hopper, B200, B300, GB200 and GB300 with NVL72)",
@@ -37,6 +39,17 @@ def supports(backend: str, gpu_name: str | None, capability: tuple[int, int] | N
 def gpus_of(backend: str) -> str:
     """The GPUs that run `backend`, in words."""
     return _GPUS[backend]
+
+
+def unreachable(ep_size: int, ranks_per_node: int) -> str:
+    """Why DeepEP cannot connect EP groups of `ep_size` consecutive ranks, or ""."""
+    if ep_size > ranks_per_node and (ep_size % NVLINK_RANKS or ranks_per_node % NVLINK_RANKS):
+        return (
+            f"expert_model_parallel_size={ep_size} spans nodes of {ranks_per_node} ranks, and across nodes DeepEP needs "
+            f"{NVLINK_RANKS} ranks of each; keep expert_model_parallel_size within a node, or set "
+            "moe_token_dispatcher_type='alltoall'"
+        )
+    return ""
 
 
 def both_overridden(argv: Sequence[str]) -> bool:

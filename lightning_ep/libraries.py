@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -97,3 +100,29 @@ def _error(library: Library, found: str) -> LibraryError:
         f"{library.name} cannot be used. Looked for: {library.module}.{library.needs}. Found: {found}. "
         f"Fix: {library.advice(found)}, check with `lightning-ep doctor`, or set moe_token_dispatcher_type='alltoall'"
     )
+
+
+def ibgda(parameters: Path = Path("/proc/driver/nvidia/params")) -> str:
+    """Whether the driver lets GPUs ring the network card's doorbell (IBGDA), in words: "on", "off; ...", "unknown ..."."""
+    try:
+        text = parameters.read_text()
+    except OSError:
+        return "unknown (no NVIDIA driver)"
+    on = re.search(r"EnableStreamMemOPs: 1", text) and re.search(r"PeerMappingOverride=1", text)
+    return "on" if on else "off; the driver options EnableStreamMemOPs and PeerMappingOverride are not both 1"
+
+
+def require_ibgda() -> None:
+    """DeepEP 1.2 across nodes: refuse a driver that is known not to allow it.
+
+    Raises:
+        LibraryError: IBGDA is off, and NVSHMEM was not told to let the CPU ring the doorbell instead.
+    """
+    found = ibgda()
+    if found.startswith("off") and os.environ.get("NVSHMEM_IBGDA_NIC_HANDLER", "gpu") == "gpu":
+        raise LibraryError(
+            f"DeepEP cannot be used across nodes. Looked for: IBGDA in the NVIDIA driver of this node. Found: {found}. Fix: "
+            'set both (options nvidia NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords="PeerMappingOverride=1;") and '
+            "reboot, or set NVSHMEM_IBGDA_NIC_HANDLER=cpu, keep expert_model_parallel_size within a node, or set "
+            "moe_token_dispatcher_type='alltoall'"
+        )

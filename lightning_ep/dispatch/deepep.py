@@ -23,8 +23,9 @@ from torch.distributed import ProcessGroup
 from lightning_ep import libraries
 from lightning_ep.dispatch.alltoall import choose_moves, refuse_ids
 from lightning_ep.dispatch.base import Dispatcher, Exchange, ExpertRows
-from lightning_ep.dispatch.deepep_buffers import NVLINK_RANKS, open_buffer
+from lightning_ep.dispatch.deepep_buffers import open_buffer
 from lightning_ep.dispatch.lanes import Lanes
+from lightning_ep.flex import NVLINK_RANKS, unreachable
 
 # The kernels copy half a row at a time in units of 16 bytes, through 8 KiB of shared memory.
 _HIDDEN_MULTIPLE, _HIDDEN_LIMIT = 16, 8176
@@ -45,22 +46,14 @@ class DeepEPGroup:
         self.size, self.rank, self.lanes = dist.get_world_size(group), dist.get_rank(group), Lanes(device)
         if problem := unreachable(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", self.size))):
             raise ValueError(problem)
-        self.buffer = open_buffer(libraries.load(libraries.DEEPEP), group, num_sms)
+        deep_ep = libraries.load(libraries.DEEPEP)
+        if self.size > NVLINK_RANKS and not hasattr(deep_ep, "ElasticBuffer"):
+            libraries.require_ibgda()
+        self.buffer = open_buffer(deep_ep, group, num_sms)
 
     def close(self) -> None:
         """Destroy the buffer. Collective: kernels of all ranks meet in it, so not after a failure."""
         self.buffer.close()
-
-
-def unreachable(ep_size: int, ranks_per_node: int) -> str:
-    """Why DeepEP cannot connect an EP group of consecutive ranks, or ""."""
-    if ep_size > ranks_per_node and (ep_size % NVLINK_RANKS or ranks_per_node % NVLINK_RANKS):
-        return (
-            f"expert_model_parallel_size={ep_size} spans nodes of {ranks_per_node} ranks, and across nodes DeepEP needs "
-            f"{NVLINK_RANKS} ranks of each; keep expert_model_parallel_size within a node, or set "
-            "moe_token_dispatcher_type='alltoall'"
-        )
-    return ""
 
 
 class DeepEPDispatcher(Dispatcher):

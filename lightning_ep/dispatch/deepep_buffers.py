@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# GPUs of one node that DeepEP's kernels connect over NVLink.
-NVLINK_RANKS = 8
+from lightning_ep.flex import NVLINK_RANKS
 
 
 @dataclass

@@ -10,6 +10,7 @@ import pytest
 from lightning_ep import doctor
 from lightning_ep.doctor import LIBRARIES, Finding, examine, main, probe
 from lightning_ep.flex import gpus_of
+from lightning_ep.libraries import ibgda
 
 DEEPEP = next(library for library in LIBRARIES if library.name == "DeepEP")
 HYBRIDEP = next(library for library in LIBRARIES if library.name == "HybridEP")
@@ -94,8 +95,8 @@ def test_devices_of_the_kernel(tmp_path: Path) -> None:
 )
 def test_ibgda(text: str, on: bool, tmp_path: Path) -> None:
     (tmp_path / "params").write_text(text)
-    assert (doctor._ibgda(tmp_path / "params") == "on") == on
-    assert doctor._ibgda(tmp_path / "none").startswith("unknown")
+    assert (ibgda(tmp_path / "params") == "on") == on
+    assert ibgda(tmp_path / "none").startswith("unknown")
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from lightning_ep.dispatch.alltoall import GroupTransport
 from lightning_ep.dispatch.base import dispatch
 from lightning_ep.dispatch.hybridep import HybridEPDispatcher
 from lightning_ep.experts.model import ParallelModel
+from lightning_ep.flex import unreachable
 from lightning_ep.libraries import DEEPEP, HYBRIDEP, LibraryError, load
 from lightning_ep.schedule import turns
 from tests.dispatch import conformance, fake_deep_ep
@@ -268,9 +269,9 @@ def test_a_time_out_says_where() -> None:
 
 
 def test_a_group_that_deepep_cannot_connect() -> None:
-    assert not deepep.unreachable(8, 8) and not deepep.unreachable(16, 8) and not deepep.unreachable(2, 4)
+    assert not unreachable(8, 8) and not unreachable(16, 8) and not unreachable(2, 4)
     for size, per_node in ((16, 4), (8, 4), (12, 8)):
-        text = deepep.unreachable(size, per_node)
+        text = unreachable(size, per_node)
         assert f"expert_model_parallel_size={size} spans nodes of {per_node} ranks" in text and "alltoall" in text
 
 
@@ -331,6 +332,27 @@ def test_a_library_that_does_not_import(fault: str, advice: str, tmp_path, monke
         load(DEEPEP)
     assert fault in str(error.value) and advice in str(error.value)
     assert "deep_ep" not in sys.modules
+
+
+def test_no_ibgda_is_one_error(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "params").write_text('EnableStreamMemOPs: 0\nRegistryDwords: ""\n')
+    found = libraries.ibgda(tmp_path / "params")
+    monkeypatch.setattr(libraries, "ibgda", lambda: found)
+    with pytest.raises(LibraryError) as error:
+        libraries.require_ibgda()
+    for words in (
+        "across nodes",
+        "Looked for: IBGDA",
+        found,
+        "NVreg_EnableStreamMemOPs=1",
+        "NVSHMEM_IBGDA_NIC_HANDLER=cpu",
+    ):
+        assert words in str(error.value)
+    monkeypatch.setenv("NVSHMEM_IBGDA_NIC_HANDLER", "cpu")
+    libraries.require_ibgda()
+    monkeypatch.delenv("NVSHMEM_IBGDA_NIC_HANDLER")
+    monkeypatch.setattr(libraries, "ibgda", lambda: "unknown (no NVIDIA driver)")
+    libraries.require_ibgda()
 
 
 def test_versions_come_from_whatever_distribution_brought_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
