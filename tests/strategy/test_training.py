@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from lightning_ep import MoELayer
 from tests.distributed import run_distributed
 from tests.strategy.toy import (
     HIDDEN,
@@ -62,6 +61,36 @@ def clipping_by_norm() -> Run:
 @trains
 def clipping_by_value() -> Run:
     return Run(trainer={"gradient_clip_val": 1e-2, "gradient_clip_algorithm": "value"})
+
+
+def lopsided() -> ToyModule:
+    """The first expert's gradients are much larger than all others together."""
+    module = ToyModule()
+    module.net.moe[0].experts.down_proj.data[0] *= 40
+    return module
+
+
+@trains
+def clipping_where_one_rank_has_the_large_gradients() -> Run:
+    return Run(lopsided(), trainer={"gradient_clip_val": 0.1, "accumulate_grad_batches": 2})
+
+
+@trains
+def clipping_by_other_norms() -> Run:
+    class Module(ToyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms: list[float] = []
+
+        def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            clip = getattr(self.trainer.strategy, "clip_grad_norm", torch.nn.utils.clip_grad_norm_)
+            for norm_type in (float("inf"), 1.0, 3.0, 2.0):
+                self.norms.append(clip(parameters, 0.05, norm_type=norm_type).item())
+
+    module = Module()
+    module.net = lopsided().net
+    return Run(module, watch=lambda trainer, module: module.norms)
 
 
 @trains
@@ -208,6 +237,14 @@ def only_auxiliary_loss() -> Run:
             return self.aux_loss()
 
     return Run(Module(), trainer={"accumulate_grad_batches": 3})
+
+
+@trains
+def running_statistics() -> Run:
+    # Those of one process have seen other batches, but must be the same on all ranks.
+    module = ToyModule()
+    module.net.norm = nn.BatchNorm1d(HIDDEN)
+    return Run(module, trainer={"accumulate_grad_batches": 2})
 
 
 @trains
@@ -368,6 +405,8 @@ def two_optimizers_that_take_turns() -> Run:
 
 def run_named(name: str, ep_size: int, overlap: bool) -> dict[str, Any]:
     run = RUNS[name]()
+    if overlap:
+        run.options["overlap_grad_reduce"] = True
     if overlap and run.trainer.get("accumulate_grad_batches", 1) > 1:
         run.options |= {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
     return train(run, torch.distributed.get_world_size(), ep_size)
