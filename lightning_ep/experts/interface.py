@@ -115,7 +115,8 @@ def inspect_experts(name: str, module: nn.Module) -> FoundExperts | None:
     num_experts = getattr(module, "_ep_num_experts", None) or sizes.pop()
     local = stacked[0].shape[0]
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    sharded = tuple(n for n, t in tensors if t.dim() and t.shape[0] == local)
+    # Remembered from when they were whole: afterwards another tensor may happen to be as long as the local experts.
+    sharded = getattr(module, "_ep_sharded", None) or tuple(n for n, t in tensors if t.dim() and t.shape[0] == local)
     return FoundExperts(name, module, num_experts, sharded, _layout(name, module) if declared else None)
 
 

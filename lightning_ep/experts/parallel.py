@@ -73,7 +73,7 @@ def shard_experts(found: FoundExperts, mesh: ExpertMesh) -> None:
                 f"experts module {found.name!r} was cut to {tensor.shape[0]} of {found.num_experts} experts before, but "
                 f"expert_model_parallel_size={mesh.ep_size} needs {num_local}; build the model again to change the size"
             )
-    found.module._ep_num_experts = found.num_experts
+    found.module._ep_num_experts, found.module._ep_sharded = found.num_experts, found.sharded
     if hasattr(found.module, "num_experts"):
         found.module.num_experts = num_local
 
