@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ep.facts import ABSENT, Facts, capability
-from lightning_ep.flex import BACKENDS, gpus_of, supports, unreachable
+from lightning_ep.flex import BACKENDS, gpus_of, supports
 from lightning_ep.rule import CORE, Rule, te_experts
 
 # HybridEP's queue pairs hold 3 x tokens + 1 requests, and InfiniBand's limit is 65,535.
@@ -18,12 +18,6 @@ def _across_nodes(f: Facts) -> bool:
     if not f.num_nodes or not f.world_size:
         return False
     return f.num_nodes > 1 and f.expert_model_parallel_size > f.world_size // f.num_nodes
-
-
-def _deepep_unreachable(f: Facts) -> bool:
-    if not _flex(f, "deepep") or not f.num_nodes or not f.world_size:
-        return False
-    return bool(unreachable(f.expert_model_parallel_size, f.world_size // f.num_nodes))
 
 
 DISPATCHER = (
@@ -85,16 +79,6 @@ DISPATCHER = (
         "CUDA errors from a library on a machine without GPUs",
         "DeepEP and HybridEP are GPU kernels",
         "set moe_token_dispatcher_type='alltoall' on the CPU",
-        "DeepEP",
-    ),
-    Rule(
-        "deepep-nodes",
-        "error",
-        ("expert_model_parallel_size", "world_size", "num_nodes", "moe_flex_dispatcher_backend"),
-        _deepep_unreachable,
-        "Assertion `num_ranks % NUM_MAX_NVL_PEERS == 0`, or a peer's memory that cannot be opened",
-        "an expert-parallel group that spans nodes has 8 GPUs on each of them, for DeepEP",
-        "keep expert_model_parallel_size within a node, or set moe_token_dispatcher_type='alltoall'",
         "DeepEP",
     ),
     Rule(

@@ -214,15 +214,6 @@ CASES = {
         ),
     ),
     "flex-needs-gpu": Case(flex("deepep", accelerator="cpu"), (flex("deepep", accelerator="cuda"),)),
-    "deepep-nodes": Case(
-        flex("deepep", expert_model_parallel_size=12),
-        (
-            flex("deepep", expert_model_parallel_size=8),
-            flex("deepep", expert_model_parallel_size=16, world_size=48, num_nodes=6),
-            flex("hybridep", expert_model_parallel_size=12),
-        ),
-        ("experts-divisible",),
-    ),
     "flex-precision": Case(
         flex("hybridep", precision="16-mixed"),
         (flex("deepep", precision="bf16-true"), flex("hybridep", precision="bf16-mixed"), {"precision": "16-mixed"}),
@@ -311,10 +302,4 @@ EVERYTHING = (
     dict(expert_model_parallel_size=2, moe_flex_dispatcher_backend="deepep", num_nodes=1),
     dict(moe_token_dispatcher_type="allgather"),
     dict(moe_token_dispatcher_type="flex"),
-    dict(
-        expert_model_parallel_size=12,
-        moe_token_dispatcher_type="flex",
-        moe_flex_dispatcher_backend="deepep",
-        num_moe_experts=96,
-    ),
 )

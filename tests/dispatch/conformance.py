@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ep.config import EPConfig
+from lightning_ep.dispatch import Carrier
 from lightning_ep.experts.layer import Experts
+from lightning_ep.experts.model import ParallelModel
 from lightning_ep.mesh import ExpertMesh
-from tests.experts.spread import Batch, random_batch, relative_error, run, spread
+from tests.experts.spread import Batch, random_batch, relative_error, run
 
 # What `EPConfig` says for each dispatcher.
 OPTIONS = {
@@ -71,13 +74,23 @@ def errors_of(
     inner: int,
     dtype: torch.dtype,
     device: torch.device,
+    carrier: Carrier | None = None,
     **options: object,
 ) -> dict[str, float]:
-    """Relative error of each output and gradient of this rank; infinite where one is not finite or of another shape."""
+    """Relative error of each output and gradient of this rank; infinite where one is not finite or of another shape.
+
+    Args:
+        routing: `[T, K]` ids for a rank and a step.
+        carrier: what carries the tokens, to use it for several routings; one of its own by default.
+        options: of `EPConfig`.
+    """
     exact = torch.promote_types(dtype, torch.float32)
     whole = make_experts(hidden, inner, dtype).to(device)
     truth = deepcopy(whole).to(exact)
-    experts, parallel = spread(whole, mesh, **options)
+    root = nn.ModuleDict({"experts": deepcopy(whole)})
+    parallel = ParallelModel(root, EPConfig(mesh.ep_size, **options), mesh, carrier)
+    parallel.shard()
+    experts = root["experts"]
     ranks = dist.get_process_group_ranks(mesh.ep_group)
     me, errors = dist.get_rank(), {}
     for step in range(2):
@@ -100,7 +113,8 @@ def errors_of(
         got = torch.zeros_like(experts.get_parameter(name)) if got is None else got
         share = want[mesh.local_experts(NUM_EXPERTS)]
         errors[f"gradient of {name}"] = relative_error(got.to(exact), share, scale=want)
-    parallel.close()
+    if carrier is None:
+        parallel.close()
     return errors
 
 
