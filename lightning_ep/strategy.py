@@ -54,7 +54,8 @@ class EPOverlapStrategy(GuardedStrategy):
     Args:
         expert_model_parallel_size: ranks that share one set of experts; divides the world and every layer's experts.
         moe_token_dispatcher_type: "alltoall", or "flex" with a backend.
-        moe_flex_dispatcher_backend: "deepep" or "hybridep".
+        moe_flex_dispatcher_backend: "deepep" or "hybridep", for flex; moves bfloat16 tokens.
+        moe_deepep_num_sms, moe_hybridep_num_sms: multiprocessors that their exchanges occupy (DeepEP: even).
         moe_permute_fusion: move rows with Triton kernels where there is a GPU.
         moe_dispatch_dedup: send a token once per destination rank instead of once per expert.
         rms_norm_fusion: run the model's RMSNorms as one kernel each; rounds once instead of twice in half precision.
