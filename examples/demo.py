@@ -53,9 +53,10 @@ console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
 
 
 class Record(Callback):
-    """The loss of every step, and the tokens that each expert of this rank got while training."""
+    """The loss of every step, the tokens that each expert of this rank got while training, a checkpoint at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
         self.losses: list[Tensor] = []
         self.tokens: dict[int, Tensor] = {}
         self.seconds = 0.0
@@ -67,6 +68,7 @@ class Record(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seconds += time.perf_counter()
         routing_observers.remove(self._count)
+        trainer.save_checkpoint(self.checkpoint)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
         self.losses.append(outputs["loss"].detach())
@@ -92,7 +94,8 @@ def main() -> int:
     ranks = min(2, gpus) if gpus else 2
     data = TextFolder(args.text, seq_length=SEQUENCE, micro_batch_size=BATCH)
     data.setup()
-    module, record = CausalLMModule(**MODEL), Record()
+    assert data.train is not None
+    module, record = CausalLMModule(**MODEL), Record(Path(args.out) / "checkpoint")
     bar = sys.stdout.isatty()
     trainer = Trainer(
         accelerator="gpu" if gpus else "cpu",
@@ -100,6 +103,7 @@ def main() -> int:
         strategy=EPOverlapStrategy(expert_model_parallel_size=ranks),
         precision="bf16-mixed" if gpus else "32-true",
         max_steps=args.steps,
+        max_epochs=math.ceil(args.steps / max(1, len(data.train) // (ranks * BATCH))),
         max_time=MAX_TRAINING,
         val_check_interval=max(1, args.steps // 5),
         check_val_every_n_epoch=None,
@@ -117,20 +121,18 @@ def main() -> int:
     trainer.fit(module, data)
     (held_out,) = trainer.validate(module, data, verbose=False)
     tokens = record.all_tokens()
-    checkpoint = Path(args.out) / "checkpoint"
-    trainer.save_checkpoint(checkpoint)
     if not trainer.is_global_zero:
         return 0
 
     console.print(expert_table(tokens, ranks))
     console.rule("the checkpoint in one process, without expert parallelism", align="left")
-    alone = reload_in_one_process(checkpoint, trainer.strategy.root_device)
+    alone = reload_in_one_process(record.checkpoint, trainer.strategy.root_device)
     loss_alone = held_out_loss(alone, data, autocast=bool(gpus))
     prompt = b"import os\n\n\nclass " if args.text is None else bytes(data.held_out[0][:40].tolist())
     console.print(generate(alone, prompt), markup=False)
     console.print()
     same = abs(loss_alone - held_out["val_loss"]) < (5e-3 if gpus else 1e-5) * held_out["val_loss"]
-    console.print(summary(trainer, record, held_out["val_loss"], loss_alone, same, checkpoint))
+    console.print(summary(trainer, record, held_out["val_loss"], loss_alone, same))
     if not same:
         console.print("The held-out loss changed on the way through the checkpoint: this is a bug.", style="red")
     return 0 if same else 1
@@ -219,20 +221,20 @@ def expert_table(tokens: Tensor, ranks: int) -> Table:
     return table
 
 
-def summary(trainer: Trainer, record: Record, together: float, alone: float, same: bool, checkpoint: Path) -> Table:
+def summary(trainer: Trainer, record: Record, together: float, alone: float, same: bool) -> Table:
     ranks, steps = trainer.world_size, len(record.losses)
     where = "GPU, bf16" if isinstance(trainer.accelerator, CUDAAccelerator) else "CPU, float32"
     losses, trained = torch.stack(record.losses), steps * ranks * BATCH * SEQUENCE
-    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in record.checkpoint.rglob("*") if path.is_file())
     minutes, seconds = divmod(round(record.seconds), 60)
     rows = {
         "ranks": f"{ranks} x {where}; EP {ranks}: {EXPERTS // ranks} of {EXPERTS} experts on each",
-        "trained": f"{steps} steps, {trained / 1e6:.2f} MB in {minutes}:{seconds:02}",
+        "trained": f"{steps} of {trainer.max_steps} steps, {trained / 1e6:.2f} MB in {minutes}:{seconds:02}",
         "training loss": f"{losses[0]:.2f} -> {losses[-20:].mean():.2f} nats a byte",
         "held-out, with EP": f"{together / math.log(2):.5f} bits a byte",
         "held-out, reloaded": f"{alone / math.log(2):.5f} bits a byte, in one process: "
         + ("the same" if same else "DIFFERENT"),
-        "checkpoint": f"{checkpoint} ({size / 1e6:.0f} MB with optimizer state)",
+        "checkpoint": f"{record.checkpoint} ({size / 1e6:.0f} MB with optimizer state)",
     }
     table = Table(box=box.SIMPLE, show_header=False, title="summary", title_justify="left", title_style="bold")
     for name, text in rows.items():
