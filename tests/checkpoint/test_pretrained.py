@@ -49,13 +49,19 @@ def test_every_family_there_and_back(tmp_path: Path, model_type: str, merged: bo
         assert torch.equal(again(input_ids=tokens(0, 0, 0)).logits, expected)
 
 
-def test_only_own_experts_are_opened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_only_own_experts_are_opened(tmp_path: Path, ep_size: int) -> None:
+    """On four ranks; those that hold the same experts read the same, and one of them exports."""
     tiny_model("mixtral").save_pretrained(tmp_path / "a")
-    names = [r["names"] for r in run_distributed(there_and_back, 4, tmp_path / "a", tmp_path / "b", 4)]
+    names = [r["names"] for r in run_distributed(there_and_back, 4, tmp_path / "a", tmp_path / "b", ep_size)]
+    share = 8 // ep_size
     for rank, read in enumerate(names):
         experts = {int(n.split(".experts.")[1].split(".")[0]) for n in read if ".experts." in n}
-        assert experts == {2 * rank, 2 * rank + 1}
+        assert experts == {share * (rank % ep_size) + i for i in range(share)}
         assert {n for n in read if ".experts." not in n} == {n for n in names[0] if ".experts." not in n}
+    exported, original = tensors_in(tmp_path / "b"), tensors_in(tmp_path / "a")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
 
 
 @pytest.mark.parametrize("tied", [False, True])

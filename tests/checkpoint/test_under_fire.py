@@ -19,6 +19,8 @@ from lightning_ep.checkpoint import consolidate_checkpoint, load_full_state_dict
 from tests.checkpoint.runs import Scheduled, failure, train
 from tests.distributed import run_distributed
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
 SIZE = 1000
 
 
@@ -68,7 +70,6 @@ def last_of(folder: Path) -> Path | None:
     return max(found, key=lambda p: p.stat().st_mtime, default=None)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("before", ["nothing", "checkpoint", "file", "link"])
 def test_killed_at_any_moment(tmp_path: Path, before: str) -> None:
     step, seen = 0, set()
