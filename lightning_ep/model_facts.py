@@ -62,7 +62,12 @@ def model_facts(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     experts = dict(_experts(model))
     if experts and "num_moe_experts" not in facts:
         facts["num_moe_experts"] = gcd(*experts.values())
-        origins["num_moe_experts"] = f"{len(experts)} experts modules, the first is {next(iter(experts))}"
+        first = {size: name for name, size in reversed(experts.items())}
+        origins["num_moe_experts"] = (
+            f"{len(experts)} experts modules, the first is {next(iter(experts))}"
+            if len(first) == 1
+            else "common to " + ", ".join(f"{size} in {name}" for size, name in sorted(first.items()))
+        )
     for name, linear in _biases(model, experts).items():
         facts[name] = linear is not None
         origins[name] = f"{linear} has a bias" if linear else "no such bias in the attention layers"

@@ -180,6 +180,8 @@ class EPOverlapStrategy(GuardedStrategy):
             fuse_rms_norms(self.parallel.model)
         rank_zero_info(self.parallel.describe())
         super().setup(trainer)
+        if not self._is_fitting():  # Lightning made the dense parameters equal
+            self.parallel.sync_expert_replicas()
         check_optimizers(self.optimizers, self.parallel.model)
 
     def configure_ddp(self) -> None:

@@ -42,6 +42,8 @@ class Toy(nn.Module):
         if sometimes:
             x = x + self.sometimes(x)
         x = x + self.moe[1](self.norm(x))
+        for layer in self.moe[2:]:
+            x = x + layer(x)
         return self.last(x)
 
 
