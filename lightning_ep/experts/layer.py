@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from lightning_ep.experts.gemm import TorchGemm
 from lightning_ep.experts.grouped import grouped_experts
 from lightning_ep.experts.interface import ExpertsLayout
 from lightning_ep.experts.parallel import compute_dtype
+from lightning_ep.schedule.turns import half
 
 
 class MoELayer(nn.Module):
@@ -27,9 +30,9 @@ class MoELayer(nn.Module):
         initializer_range: standard deviation of the initial weights.
 
     Attributes:
-        aux_loss: load-balancing loss of the latest forward, 1.0 when experts are used evenly and up to E when one gets
-            everything; add a small multiple of it (0.01 is usual) to your loss. Over this rank's tokens, as in data
-            parallelism.
+        aux_loss: load-balancing loss of the latest forward (None before), 1.0 when experts are used evenly and up to E
+            when one gets everything; add a small multiple of it (0.01 is usual) to your loss. Over this rank's tokens, as
+            in data parallelism. Copies of the layer start without.
 
     Raises:
         ValueError: `top_k` larger than `num_experts`, or a size below one.
@@ -52,13 +55,26 @@ class MoELayer(nn.Module):
             )
         self.router = TopKRouter(hidden_size, num_experts, top_k, normalize_weights, initializer_range)
         self.experts = Experts(hidden_size, intermediate_size, num_experts, initializer_range)
-        self.aux_loss: Tensor | None = None
+        self._routed: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D] -> [..., D]`."""
         x_TD = x.reshape(-1, x.shape[-1])
-        index_TK, weights_TK, self.aux_loss = self.router(x_TD)
+        index_TK, weights_TK, probabilities_TE = self.router(x_TD)
+        # A checkpointed layer comes by again in its backward, when the next micro-batch may have been here already.
+        if torch._C._current_graph_task_id() == -1:
+            self._routed = [*(self._routed if half.get() else ()), (probabilities_TE, index_TK)]
         return self.experts(x_TD, index_TK, weights_TK).view_as(x)
+
+    @property
+    def aux_loss(self) -> Tensor | None:
+        if not self._routed:
+            return None
+        probabilities, indices = zip(*self._routed, strict=True)  # of both halves where a schedule splits the batch
+        return load_balancing_loss(torch.cat(probabilities), torch.cat(indices))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_routed": []}  # tensors of a graph cannot be copied
 
 
 class TopKRouter(nn.Module):
@@ -76,12 +92,12 @@ class TopKRouter(nn.Module):
         nn.init.normal_(self.weight, std=self.initializer_range)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Expert ids `[T, K]` int64, their weights `[T, K]` float32, and the load-balancing loss (a scalar)."""
+        """Expert ids `[T, K]` int64, their weights `[T, K]` and all experts' probabilities `[T, E]`, both float32."""
         probabilities_TE = F.linear(x_TD, self.weight).softmax(-1, dtype=_at_least_float32(x_TD))
         weights_TK, index_TK = probabilities_TE.topk(self.top_k, -1)
         if self.normalize_weights:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return index_TK, weights_TK, load_balancing_loss(probabilities_TE, index_TK)
+        return index_TK, weights_TK, probabilities_TE
 
 
 def load_balancing_loss(probabilities_TE: Tensor, index_TK: Tensor) -> Tensor:

@@ -10,9 +10,13 @@ The dispatchers call `hand_over(FORWARD)` or `hand_over(BACKWARD)`; outside a sc
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 from typing import Protocol
 
 FORWARD, BACKWARD = 0, 1
+
+# Which half of a split batch the running code sees; 0 also for a whole one.
+half: ContextVar[int] = ContextVar("half", default=0)
 
 
 class TurnTaking(Protocol):

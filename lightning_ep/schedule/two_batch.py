@@ -7,7 +7,8 @@ them in the reverse order, the halves taking turns there too, with nothing of ou
     compute   attention B | experts A             | experts B             | attention A
 
 Losses and logged values are those of the undivided batch, since the stack's outputs are joined before anything else
-sees them; a sum over tokens may round differently.
+sees them; a sum over tokens may round differently. What a layer leaves on itself instead (an attribute, a BatchNorm's
+statistics) is one half's; `MoELayer.aux_loss` knows of both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_ep.experts.interface import FoundExperts
-from lightning_ep.schedule.turns import FORWARD, activate
+from lightning_ep.schedule.turns import FORWARD, activate, half
 
 
 def find_stack(model: nn.Module, experts: list[FoundExperts], name: str | None = None) -> tuple[str, nn.Module]:
@@ -73,7 +74,7 @@ class TwoBatch:
             return self._whole(*args, **kwargs)
         first = -(-batch // 2)
         halves = [_cut((args, kwargs), batch, rows) for rows in (slice(0, first), slice(first, batch))]
-        return _join(_in_turns([lambda half=half: self._whole(*half[0], **half[1]) for half in halves]))
+        return _join(_in_turns([lambda part=part: self._whole(*part[0], **part[1]) for part in halves]))
 
 
 def _split_forward(stack: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -102,19 +103,20 @@ def _in_turns(halves: list[Callable[[], Any]]) -> list[Any]:
         results[index] = halves[index]()
 
     for index in range(len(halves)):
-        half = greenlet(lambda index=index: runner(index))
-        half.gr_context = contextvars.copy_context()  # each half has its own collectors of router logits and the like
-        schedule.runners.append(half)
+        run = greenlet(lambda index=index: runner(index))
+        run.gr_context = contextvars.copy_context()  # each half has its own collectors of router logits and the like
+        run.gr_context.run(half.set, index)
+        schedule.runners.append(run)
     activate(schedule)
     try:
-        for half in schedule.runners:
-            while not half.dead:
-                half.switch()
+        for run in schedule.runners:
+            while not run.dead:
+                run.switch()
     finally:
         activate(None)
-        for half in schedule.runners:
-            if not half.dead:
-                half.throw(GreenletExit)
+        for run in schedule.runners:
+            if not run.dead:
+                run.throw(GreenletExit)
     return results
 
 

@@ -32,6 +32,7 @@ from tests.strategy.toy import (
 )
 
 RUNS: dict[str, Callable[[], Run]] = {}
+OVERLAP = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
 
 
 def trains(make: Callable[[], Run]) -> Callable[[], Run]:
@@ -45,6 +46,11 @@ def trains(make: Callable[[], Run]) -> Callable[[], Run]:
 @trains
 def plain() -> Run:
     return Run()
+
+
+@trains
+def two_halves_of_a_batch() -> Run:
+    return Run(options={"overlap_schedule": "two_batch", **OVERLAP})
 
 
 @trains
@@ -252,7 +258,7 @@ def activation_checkpointing() -> Run:
     class Module(ToyModule):
         def loss(self, batch: Batch) -> Tensor:
             out = torch.utils.checkpoint.checkpoint(self.net, batch.x, batch.sometimes, use_reentrant=False)
-            return (out - batch.y).square().mean()
+            return (out - batch.y).square().mean() + 0.05 * self.aux_loss()
 
     return Run(Module(), trainer={"accumulate_grad_batches": 2})
 
@@ -311,6 +317,9 @@ def a_callback_that_copies_the_model() -> Run:
     class Distance(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: ToyModule) -> None:
             self.start = deepcopy(pl_module.net)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: ToyModule, *args: Any) -> None:
+            deepcopy(pl_module)
 
         def on_train_end(self, trainer: pl.Trainer, pl_module: ToyModule) -> None:
             x = torch.ones(3, HIDDEN)
@@ -408,7 +417,7 @@ def run_named(name: str, ep_size: int, overlap: bool) -> dict[str, Any]:
     if overlap:
         run.options["overlap_grad_reduce"] = True
     if overlap and run.trainer.get("accumulate_grad_batches", 1) > 1:
-        run.options |= {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+        run.options |= OVERLAP
     return train(run, torch.distributed.get_world_size(), ep_size)
 
 
