@@ -83,7 +83,7 @@ def test_deep_copies_live_on_their_own() -> None:
 
 def balanced() -> dict[str, Any]:
     mesh = make_mesh(2)
-    experts, parallel = spread(
+    experts, _ = spread(
         MoELayer(HIDDEN, INNER, NUM_EXPERTS, 2).experts, mesh, moe_router_force_load_balancing=True
     )
     everything_to_one = torch.full((32, 2), 3)
