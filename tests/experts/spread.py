@@ -46,10 +46,13 @@ def spread(whole: nn.Module, mesh: ExpertMesh, **options: Any) -> tuple[nn.Modul
     return root["experts"], parallel
 
 
-def run(experts: nn.Module, batch: Batch, parallel: ParallelModel | None = None) -> dict[str, Tensor]:
-    """One forward and backward; weight gradients add up on the module."""
+def run(
+    experts: nn.Module, batch: Batch, parallel: ParallelModel | None = None, mixed: bool = False
+) -> dict[str, Tensor]:
+    """One forward (in bfloat16 autocast if `mixed`) and backward; weight gradients add up on the module."""
     x, weights = batch.x_TD.clone().requires_grad_(), batch.weights_TK.clone().requires_grad_()
-    out = experts(x, batch.index_TK, weights)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        out = experts(x, batch.index_TK, weights)
     if parallel is not None:
         out.backward(batch.grad_TD)
         parallel.queue.flush()
@@ -60,7 +63,7 @@ def run(experts: nn.Module, batch: Batch, parallel: ParallelModel | None = None)
 
 
 def compare(
-    whole: nn.Module, batches: Sequence[Batch], mesh: ExpertMesh, steps: int = 1, **options: Any
+    whole: nn.Module, batches: Sequence[Batch], mesh: ExpertMesh, steps: int = 1, mixed: bool = False, **options: Any
 ) -> dict[str, float]:
     """Relative error of each quantity of this rank after `steps` forwards and backwards whose gradients add up.
 
@@ -68,6 +71,7 @@ def compare(
 
     Args:
         batches: one for each rank of the world.
+        mixed: forwards under autocast, as the Trainer's bf16-mixed.
         options: of `EPConfig`.
     """
     ranks = dist.get_process_group_ranks(mesh.ep_group)
@@ -78,7 +82,7 @@ def compare(
     experts, parallel = spread(whole, mesh, **options)
     whole.zero_grad()
     for _ in range(steps):
-        expected, actual = run(whole, together), run(experts, mine, parallel)
+        expected, actual = run(whole, together, mixed=mixed), run(experts, mine, parallel, mixed)
     errors = {name: relative_error(actual[name], want[own], scale=want) for name, want in expected.items()}
     local = dict(experts.named_parameters())
     sharded = parallel.experts[0].sharded

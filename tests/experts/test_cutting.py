@@ -83,9 +83,7 @@ def test_deep_copies_live_on_their_own() -> None:
 
 def balanced() -> dict[str, Any]:
     mesh = make_mesh(2)
-    experts, _ = spread(
-        MoELayer(HIDDEN, INNER, NUM_EXPERTS, 2).experts, mesh, moe_router_force_load_balancing=True
-    )
+    experts, _ = spread(MoELayer(HIDDEN, INNER, NUM_EXPERTS, 2).experts, mesh, moe_router_force_load_balancing=True)
     everything_to_one = torch.full((32, 2), 3)
     got: list[list[int]] = []
     dispatcher = experts._expert_parallel.dispatcher

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_ep.dispatch.base import Exchange
 from lightning_ep.experts.layer import Experts, MoELayer
 from tests.distributed import run_distributed
+from tests.experts.hf_classes import tiny_experts
 from tests.experts.own import IdExperts, OwnExperts
 from tests.experts.spread import compare, make_mesh, random_batch, run, spread, worst
 
@@ -298,3 +299,25 @@ def test_nothing_of_a_step_stays_alive() -> None:
     for counts in run_distributed(alive_after_steps, 2):
         for kind, steps in counts.items():
             assert steps == [(0, 0)] * 6, kind
+
+
+# -- mixed precision
+
+
+def under_autocast(model_type: str, class_name: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    whole = tiny_experts(model_type, class_name) if model_type else OwnExperts(HIDDEN, INNER, NUM_EXPERTS)
+    batches = [random_batch(ids(9, rank), HIDDEN, rank) for rank in range(2)]
+    return compare(whole, batches, make_mesh(2), mixed=True)
+
+
+@pytest.mark.parametrize(
+    "model_type, class_name",
+    [
+        ("qwen3_moe", "Qwen3MoeExperts"), ("gpt_oss", "GptOssExperts"), ("muse_spark", "MuseSparkExperts"),
+        ("nemotron_h", "NemotronHExperts"), ("", "OwnExperts"),
+    ],
+)  # fmt: skip
+def test_mixed_precision_rounds_as_the_class_itself_does(model_type: str, class_name: str) -> None:
+    errors = worst(run_distributed(under_autocast, 2, model_type, class_name))
+    assert {name: error for name, error in errors.items() if not error < 0.03} == {}
