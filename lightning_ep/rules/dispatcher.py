@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_ep.facts import ABSENT, Facts, capability
 from lightning_ep.flex import BACKENDS, gpus_of, supports
-from lightning_ep.rule import CORE, Rule, te_experts
+from lightning_ep.rule import CORE, Rule, older, te_experts
 
 # HybridEP's queue pairs hold 3 x tokens + 1 requests, and InfiniBand's limit is 65,535.
 _HYBRIDEP_REQUESTS = 65_536
@@ -121,6 +121,36 @@ DISPATCHER = (
         "ModuleNotFoundError: transformer_engine",
         "the module transformer_engine is not installed in this environment",
         "pip install 'lightning-ep[te]', check with `lightning-ep doctor`, or set experts_implementation='grouped_mm'",
+        "Transformer Engine",
+    ),
+    Rule(
+        "te-experts-version",
+        "error",
+        ("te_version", "experts_implementation"),
+        lambda f: te_experts(f) and f.te_version != ABSENT and older(f.te_version, "2.11.0"),
+        "a TypeError in general_grouped_gemm",
+        "the experts call Transformer Engine's grouped GEMM, whose arguments are these from 2.11.0 on",
+        "upgrade to transformer-engine >= 2.11.0, or set experts_implementation='grouped_mm'",
+        "Transformer Engine",
+    ),
+    Rule(
+        "te-experts-gpu",
+        "error",
+        ("experts_implementation", "accelerator"),
+        lambda f: te_experts(f) and f.accelerator == "cpu",
+        "CUDA errors from a library on a machine without GPUs",
+        "Transformer Engine's GEMMs are GPU kernels",
+        "set experts_implementation='grouped_mm' on the CPU",
+        "Transformer Engine",
+    ),
+    Rule(
+        "te-experts-precision",
+        "error",
+        ("precision", "experts_implementation"),
+        lambda f: te_experts(f) and f.precision is not None and f.precision.startswith(("32", "64")),
+        "losses that differ in the third digit",
+        "Transformer Engine multiplies float32 in TF32, and no float64 at all",
+        "set precision='bf16-mixed' or 'bf16-true', or experts_implementation='grouped_mm'",
         "Transformer Engine",
     ),
 )

@@ -78,6 +78,20 @@ WGRAD = (
         BRIDGE,
     ),
     Rule(
+        "fusion-float32-torch-version",
+        "error",
+        ("torch_version", "gradient_accumulation_fusion", "precision"),
+        lambda f: (
+            f.gradient_accumulation_fusion
+            and f.precision in ("bf16-true", "16-true", "transformer-engine", "transformer-engine-float16")
+            and older(f.torch_version, "2.10.0")
+        ),
+        "gradients of micro-batches rounded to half precision one after the other",
+        "half-precision parameters can have float32 gradients to accumulate into from PyTorch 2.10 on",
+        "upgrade to torch >= 2.10.0, set precision='bf16-mixed', or gradient_accumulation_fusion=False",
+        "PyTorch, Tensor.grad_dtype",
+    ),
+    Rule(
         "wgrad-cuda-graph-te-version",
         "error",
         ("te_version", "cuda_graph_scope", "experts_implementation", "delay_wgrad_compute"),

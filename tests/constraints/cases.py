@@ -36,6 +36,7 @@ OBSERVED = set(FACT_NAMES) - {f.name for f in fields(EPConfig)}
 TE = {"experts_implementation": "transformer_engine"}
 WGRAD = {"delay_wgrad_compute": True}
 GRAPH = ("no-cuda-graphs",)
+OLD_TE = ("te-experts-version",)
 
 
 class Case(NamedTuple):
@@ -134,6 +135,7 @@ CASES = {
             | {"overlap_dispatch_backward_with_experts_wgrad": True, "overlap_moe_expert_parallel_comm": False}
             | {"te_version": "2.3.0"},
         ),
+        OLD_TE,
     ),
     "wgrad-grad-reduce-te-version": Case(
         WGRAD | TE | {"overlap_grad_reduce": True, "te_version": "2.6.0"},
@@ -142,12 +144,22 @@ CASES = {
             WGRAD | {"overlap_grad_reduce": True, "te_version": "2.6.0"},
             WGRAD | TE | {"te_version": "2.6.0"},
         ),
+        OLD_TE,
     ),
     "wgrad-fusion-te-version": Case(
         WGRAD | TE | {"gradient_accumulation_fusion": True, "te_version": "2.6.0"},
         (
             WGRAD | TE | {"gradient_accumulation_fusion": True, "te_version": "2.7.0"},
             WGRAD | {"gradient_accumulation_fusion": True, "te_version": "2.6.0"},
+        ),
+        OLD_TE,
+    ),
+    "fusion-float32-torch-version": Case(
+        {"gradient_accumulation_fusion": True, "precision": "bf16-true", "torch_version": "2.9.1"},
+        (
+            {"gradient_accumulation_fusion": True, "precision": "bf16-true", "torch_version": "2.10.0"},
+            {"gradient_accumulation_fusion": True, "precision": "bf16-mixed", "torch_version": "2.9.1"},
+            {"precision": "bf16-true", "torch_version": "2.9.1"},
         ),
     ),
     "wgrad-cuda-graph-te-version": Case(
@@ -156,7 +168,7 @@ CASES = {
             WGRAD | TE | {"cuda_graph_scope": ("moe_preprocess",), "te_version": "2.10.0"},
             WGRAD | {"cuda_graph_scope": ("moe_preprocess",), "te_version": "2.9.0"},
         ),
-        GRAPH,
+        GRAPH + OLD_TE,
     ),
     "wgrad-in-graph-te-version": Case(
         WGRAD | {"cuda_graph_scope": ("attn",), "gradient_accumulation_fusion": True, "te_version": "2.11.0"},
@@ -224,7 +236,15 @@ CASES = {
     "hybridep-missing": Case(
         flex("hybridep", hybrid_ep_version=ABSENT), (flex("deepep", hybrid_ep_version=ABSENT), flex("hybridep"))
     ),
-    "te-missing": Case(TE | {"te_version": ABSENT}, (TE | {"te_version": "2.7.0"}, {"te_version": ABSENT})),
+    "te-missing": Case(TE | {"te_version": ABSENT}, (TE | {"te_version": "2.11.0"}, {"te_version": ABSENT})),
+    "te-experts-version": Case(
+        TE | {"te_version": "2.10.0"}, (TE | {"te_version": "2.11.0"}, {"te_version": "2.10.0"})
+    ),
+    "te-experts-gpu": Case(TE | {"accelerator": "cpu"}, (TE, {"accelerator": "cpu"})),
+    "te-experts-precision": Case(
+        TE | {"precision": "32-true", "overlap_moe_expert_parallel_comm": False},
+        (TE | {"precision": "16-mixed"}, TE | {"precision": "transformer-engine"}),
+    ),
     "no-other-dispatchers": Case(
         {"moe_token_dispatcher_type": "allgather", "overlap_moe_expert_parallel_comm": False},
         ({"moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": False},),
@@ -300,6 +320,7 @@ EVERYTHING = (
         moe_token_dispatcher_type="allgather",
     ),
     dict(expert_model_parallel_size=2, moe_flex_dispatcher_backend="deepep", num_nodes=1),
+    dict(gradient_accumulation_fusion=True, precision="bf16-true"),
     dict(moe_token_dispatcher_type="allgather"),
     dict(moe_token_dispatcher_type="flex"),
 )

@@ -138,7 +138,7 @@ def test_every_specified_fact_can_be_stated(fact: str) -> None:
           "gradient_accumulation_fusion=true", "add_qkv_bias=false"],
          ["no-cuda-graphs", "wgrad-in-graph-te-version"]),
         (["delay_wgrad_compute=true", "experts_implementation=transformer_engine", "overlap_grad_reduce=true",
-          "te_version=2.6.0"], ["wgrad-grad-reduce-te-version"]),
+          "te_version=2.6.0"], ["te-experts-version", "wgrad-grad-reduce-te-version"]),
         (["moe_token_dispatcher_type=flex", "moe_flex_dispatcher_backend=deepep", "gpu_name=NVIDIA GB200"],
          ["deepep-gpu"]),
         (["moe_token_dispatcher_type=flex", "moe_flex_dispatcher_backend=hybridep", "gpu_capability=7.5"],
