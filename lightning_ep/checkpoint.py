@@ -46,10 +46,10 @@ def load_full_state_dict(path: str | os.PathLike) -> dict[str, Tensor]:
     Returns names as in the LightningModule's `state_dict()`. Raises ValueError naming the file that is damaged.
     """
     path = Path(path)
-    if not path.is_dir():
-        return storage.load_file(path)["state_dict"]
-    metadata = storage.read_metadata(path)
-    return storage.read_tensors(path, metadata, lambda key: key[0] == "state_dict", _empty)["state_dict"]
+    if path.is_dir():
+        metadata = storage.read_metadata(path)
+        return _state_dict(storage.read_tensors(path, metadata, lambda key: key[0] == "state_dict", _empty), path)
+    return _state_dict(storage.load_file(path), path)
 
 
 def consolidate_checkpoint(directory: str | os.PathLike, file: str | os.PathLike) -> None:
@@ -146,11 +146,16 @@ def _read(path: Path, shares: ExpertShares, optimizers: list[Optimizer] | None) 
             same = len(states) == len(optimizers)  # else it is refused when it is loaded
             pairs = zip(states, optimizers, strict=True) if same else ()
             checkpoint["optimizer_states"] = [shares.cut_optimizer(*pair) for pair in pairs]
-    if not isinstance(checkpoint.get("state_dict"), dict):
-        raise ValueError(f"{path} is not a checkpoint of Lightning: it has no state_dict")
+    _state_dict(checkpoint, path)
     if optimizers is None:
         checkpoint.pop("optimizer_states", None)
     return checkpoint
+
+
+def _state_dict(checkpoint: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    if not isinstance(checkpoint.get("state_dict"), dict):
+        raise ValueError(f"{path} is not a checkpoint of Lightning: it has no state_dict")
+    return checkpoint["state_dict"]
 
 
 def remove(strategy: EPOverlapStrategy, path: str | os.PathLike) -> None:

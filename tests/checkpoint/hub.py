@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import safetensors
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ep import export_pretrained, from_pretrained
@@ -128,6 +130,13 @@ def fine_tune(folder: Path, out: Path, ep_size: int) -> list[float]:
     return [loss.item() for loss in module.losses]
 
 
-def export_fails(folder: Path, out: Path) -> str:
+def export_fails(folder: Path, out: Path, largest_file: int | None) -> str:
+    """What is said when rank 0 cannot write; `largest_file` in bytes acts as a full disk."""
     parallel, _ = spread(folder, 2)
-    return failure(export_pretrained, parallel.model, out)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest_file is not None and dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))
+    try:
+        return failure(export_pretrained, parallel.model, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -150,7 +150,10 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
         assert said.startswith("ExpertsNotFoundError: no experts found in LlamaForCausalLM")
 
 
-def test_export_does_not_overwrite(tmp_path: Path) -> None:
+def test_failed_exports_leave_nothing(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "a")
-    for said in run_distributed(export_fails, 2, tmp_path / "a", tmp_path / "a"):
+    for said in run_distributed(export_fails, 2, tmp_path / "a", tmp_path / "a", None):
         assert said.startswith("ValueError") and "is not empty; export to a new directory" in said
+    for said in run_distributed(export_fails, 2, tmp_path / "a", tmp_path / "b", 1024):
+        assert "File too large" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
