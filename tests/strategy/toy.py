@@ -146,7 +146,7 @@ def digests(strategy: EPOverlapStrategy) -> dict[str, str]:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         where = f"experts of EP rank {strategy.mesh.ep_rank}" if tensor in experts else "dense"
         found[f"{where}: {name}"] = hashlib.sha256(
-            tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
         ).hexdigest()
     return found
 
