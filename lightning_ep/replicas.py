@@ -71,6 +71,15 @@ def check_ddp_arguments(strategy: DDPStrategy) -> None:
         )
 
 
+def check_gradients(model: nn.Module) -> None:
+    """Refuse layers whose gradients cannot be reduced. Raises ValueError naming the first."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"{name!r} has sparse gradients, which EPOverlapStrategy does not reduce over ranks; set sparse=False"
+            )
+
+
 def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
     """Refuse optimizers under which replicas would drift apart in silence.
 

@@ -36,7 +36,7 @@ from lightning_ep.guards.loaders import UnevenData
 from lightning_ep.guards.strategy import GuardedStrategy
 from lightning_ep.mesh import ExpertMesh, build_mesh
 from lightning_ep.pretrained import experts_will_be_cut
-from lightning_ep.replicas import ReplicatedBuffers, check_ddp_arguments, check_optimizers
+from lightning_ep.replicas import ReplicatedBuffers, check_ddp_arguments, check_gradients, check_optimizers
 from lightning_ep.schedule.overlap import Overlap
 
 log = logging.getLogger(__name__)
@@ -190,6 +190,7 @@ class EPOverlapStrategy(GuardedStrategy):
         if self._ddp_kwargs.get("init_sync", True):
             _sync_module_states(self.lightning_module)
             self.parallel.sync_expert_replicas()
+        check_gradients(self.parallel.model)
         dense, experts = self.parallel.trainable()
         if self._reducer is not None:
             self._reducer.close()

@@ -421,6 +421,11 @@ def run_named(name: str, ep_size: int, overlap: bool) -> dict[str, Any]:
     return train(run, torch.distributed.get_world_size(), ep_size)
 
 
+def test_a_world_of_one_rank() -> None:
+    (alone,) = run_distributed(run_named, 1, "clipping_by_norm", 1, False)
+    assert_trained_alike([alone], train(RUNS["clipping_by_norm"](), 1, None))
+
+
 @pytest.mark.parametrize("world_size, ep_size, overlap", [(2, 2, False), (4, 2, True)], ids=["EP2", "EP2 x EDP2"])
 @pytest.mark.parametrize("name", RUNS)
 def test_trains_as_one_process(name: str, world_size: int, ep_size: int, overlap: bool) -> None:
