@@ -60,7 +60,14 @@ class EPOverlapStrategy(GuardedStrategy):
         moe_dispatch_dedup: send a token once per destination rank instead of once per expert.
         rms_norm_fusion: run the model's RMSNorms as one kernel each; rounds once instead of twice in half precision.
         moe_router_force_load_balancing: for benchmarks; replaces the routing by a balanced random one.
-        experts_implementation: "grouped_mm" or "transformer_engine".
+        delay_wgrad_compute: under an overlap schedule, compute expert weight gradients while the dispatch gradient travels.
+        overlap_dispatch_backward_with_experts_wgrad: the same under an ordinary backward, without a schedule.
+        gradient_accumulation_fusion: expert weight gradients are accumulated by their GEMM, with no temporary. Of
+            half-precision parameters `.grad` is float32 until the window ends, then rounded to the parameter's dtype.
+        overlap_grad_reduce: all-reduce gradients in buckets of `bucket_cap_mb` as soon as the window's last backward has
+            completed them.
+        experts_implementation: "grouped_mm", or "transformer_engine" for its grouped GEMMs on the same parameters, in
+            the FP8 recipe of Lightning's `TransformerEnginePrecision` where that is the precision.
         timeout: how long ranks may wait for each other before the job ends; larger than any compile.
         uneven_data: when ranks have different numbers of training batches, "stop" ends each epoch with the first rank
             that has no more (and says so), "error" refuses. Evaluation and prediction see every batch anyway.
