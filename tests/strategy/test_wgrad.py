@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lightning_ep import EPOverlapStrategy
 from lightning_ep.dispatch.base import exchange_observers
+from lightning_ep.gradients import GradientReducer
+from lightning_ep.mesh import build_mesh
 from tests.distributed import RemoteError, run_distributed
-from tests.strategy.toy import loader
+from tests.strategy.toy import Run, assert_replicas_equal, assert_trained_alike, loader, train
 from tests.strategy.wgrad_runs import Module, fit
 from tests.trained import quiet_trainer
 
@@ -169,3 +171,43 @@ def train_with_a_leftover() -> None:
 def test_a_leftover_at_the_optimizer_step_is_an_error() -> None:
     with pytest.raises(RemoteError, match=r"weight gradients are not in .grad yet \(waiting: layers \[2\]"):
         run_distributed(train_with_a_leftover, 2)
+
+
+# -- buckets that not every rank completes
+
+
+def train_toy(accumulate: int) -> dict[str, Any]:
+    run = Run(trainer={"accumulate_grad_batches": accumulate}, options=EARLY)
+    return train(run, dist.get_world_size(), 2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_branches_that_one_rank_takes_keep_the_order_of_buckets(accumulate: int) -> None:
+    """Rank 0 completes a bucket in the backward that the others complete with zeros when they reduce."""
+    expected = train(Run(trainer={"accumulate_grad_batches": accumulate}), 4, None)
+    ranks = run_distributed(train_toy, 4, accumulate)
+    assert_trained_alike(ranks, expected)
+    assert_replicas_equal(ranks)
+
+
+def reduce_too_early() -> str:
+    weight, mesh = torch.nn.Parameter(torch.ones(3)), build_mesh(1, "cpu")
+    reducer = GradientReducer([weight], [], mesh, overlap=True)
+    reducer.start()
+    weight.sum().backward()
+    with pytest.raises(RuntimeError) as error:
+        weight.sum().backward()
+    reducer.abort()
+    weight.grad = None
+    weight.sum().backward()  # not the last of a window: nothing leaves
+    reducer.start()
+    (2 * weight.sum()).backward()
+    reducer.reduce()
+    reducer.close()
+    assert weight.grad.tolist() == [3, 3, 3] and not weight._post_accumulate_grad_hooks
+    return str(error.value)
+
+
+def test_a_gradient_that_grows_after_it_left_is_an_error() -> None:
+    for message in run_distributed(reduce_too_early, 2):
+        assert "grew after it was reduced" in message and "overlap_grad_reduce=False" in message
