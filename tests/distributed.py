@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_LOST, _STARTED = "no answer", "started"
+_LOST, _GO = "no answer", "go"
 _IMPORT_SECONDS = 240
 _GRACE_SECONDS = 20  # for the ranks' own time-outs, which say more
 
@@ -39,7 +39,12 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
                 self._workers[rank][1].send((fn, args, rank, world_size, f"{folder}/store", timeout))
-            answers = [self._receive(rank, timeout) for rank in range(world_size)]
+            # A new process first imports torch and whatever the test does; ranks that wait for it meet their timeout.
+            answers = [self._receive(rank, _IMPORT_SECONDS, "does not start") for rank in range(world_size)]
+            if all(ok for ok, _ in answers):
+                for rank in range(world_size):
+                    self._workers[rank][1].send(_GO)
+                answers = [self._receive(rank, timeout + _GRACE_SECONDS, "hangs") for rank in range(world_size)]
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             # Ranks that all answered are fit for the next test; starting new ones takes seconds.
@@ -48,16 +53,10 @@ class Pool:
             raise RemoteError("\n".join(failures))
         return [value for _, value in answers]
 
-    def _receive(self, rank: int, timeout: float) -> tuple[bool, Any]:
+    def _receive(self, rank: int, seconds: float, what: str) -> tuple[bool, Any]:
         process, pipe = self._workers[rank]
         try:
-            # A new process first imports torch and whatever the test does.
-            if not pipe.poll(_IMPORT_SECONDS):
-                return False, f"{_LOST} within {_IMPORT_SECONDS} s: does not start"
-            assert pipe.recv() == _STARTED
-            if not pipe.poll(timeout + _GRACE_SECONDS):
-                return False, f"{_LOST} after {timeout} s: hangs"
-            return pipe.recv()
+            return pipe.recv() if pipe.poll(seconds) else (False, f"{_LOST} after {seconds} s: {what}")
         except EOFError:
             process.join(5)
             return False, f"{_LOST}: died with exit code {process.exitcode}"
@@ -75,9 +74,10 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             fn, args, rank, world_size, store, timeout = pipe.recv()
+            pipe.send((True, "imported"))
+            assert pipe.recv() == _GO
         except EOFError:
             return
-        pipe.send(_STARTED)
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
             GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="tests",
