@@ -8,6 +8,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: demo test test-slow faults lint clean
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): torch, lightning, transformers and the test tools; this takes some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
