@@ -24,24 +24,17 @@ from tests.strategy.toy import (
     Run,
     Toy,
     ToyModule,
-    adamw,
     assert_replicas_equal,
     assert_trained_alike,
     digests,
     loader,
     make_moe,
+    make_trainer,
     train,
 )
 from tests.trained import quiet_trainer, whole
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True, "overlap_schedule": "1f1b"}
-
-
-def make_trainer(ep_size: int | None, options: dict[str, Any], **kwargs: Any) -> pl.Trainer:
-    if ep_size is None:
-        return quiet_trainer(strategy="auto", **kwargs)
-    strategy = EPOverlapStrategy(expert_model_parallel_size=ep_size, **options)
-    return quiet_trainer(strategy=strategy, use_distributed_sampler=False, **kwargs)
 
 
 def parameters(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
@@ -363,89 +356,3 @@ def test_router_logits_are_recorded_as_ever() -> None:
         with torch.no_grad():
             out = model(input_ids=make_tokens(0, 0, rank), output_router_logits=True)
         torch.testing.assert_close(actual, [*out.router_logits, out.aux_loss, out.logits], rtol=1e-5, atol=1e-5)
-
-
-# -- errors at set-up that all ranks raise
-
-
-class Loose(ToyModule):
-    """Trains a layer that belongs to nobody."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw([*self.parameters(), *nn.Linear(3, 3).parameters()])
-
-
-class Lbfgs(ToyModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters())
-
-
-class NoLoss(ToyModule):
-    def training_step(self, batches: list[Batch], batch_idx: int) -> None:
-        super().training_step(batches, batch_idx)
-
-
-class NoExperts(ToyModule):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(HIDDEN, HIDDEN))
-
-
-class SevenExperts(ToyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.moe[1] = make_moe(24, 7, 2)
-
-
-class SparseEmbedding(ToyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(5, 5, sparse=True)
-
-
-REFUSED = {
-    SparseEmbedding: "'words' has sparse gradients",
-    Loose: r"AdamW has 2 parameters that are not the LightningModule's, first of shape \(3, 3\)",
-    Lbfgs: "LBFGS takes inner products over all parameters",
-    NoLoss: "by returning None in distributed training is not supported",
-    NoExperts: "no experts found in NoExperts",
-    SevenExperts: r"num_moe_experts=1 \(common to 7 in net\.moe\.1\.experts, 8 in net\.moe\.0\.experts\)",
-}
-
-
-def refused(make: type[ToyModule]) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        make_trainer(2, {}).fit(make(), loader(2, 2, dist.get_rank()))
-    return str(error.value)
-
-
-@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
-def test_refused_on_all_ranks(make: type[ToyModule]) -> None:
-    for message in run_distributed(refused, 2, make):
-        assert re.search(REFUSED[make], message), message
-
-
-@pytest.mark.parametrize(
-    "arguments, error, words",
-    [
-        ({"expert_model_paralel_size": 2}, TypeError, "'expert_model_paralel_size'; did you mean 'expert_model_parallel_size'"),
-        ({"ddp_comm_hook": print}, ValueError, "ddp_comm_hook: belongs to DDP's reducer"),
-        ({"model_averaging_period": 4}, ValueError, "model_averaging_period"),
-    ],
-)  # fmt: skip
-def test_arguments_that_would_do_nothing_are_refused(arguments: dict, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        EPOverlapStrategy(**arguments)
-
-
-def ddp_arguments() -> dict[str, Any]:
-    options = {
-        "find_unused_parameters": True, "gradient_as_bucket_view": True, "static_graph": False,
-        "bucket_cap_mb": 0.001, "process_group_backend": "gloo", "broadcast_buffers": False,
-    }  # fmt: skip
-    return train(Run(options=options), 2, 2)
-
-
-def test_ddps_own_arguments_pass_through() -> None:
-    ranks = run_distributed(ddp_arguments, 2)
-    assert_trained_alike(ranks, train(Run(), 2, None))
-    assert_replicas_equal(ranks)

@@ -119,6 +119,13 @@ def loader(steps: int, world_size: int, rank: int | None, first: int = 0) -> Dat
     return DataLoader(batches, batch_size=None)
 
 
+def make_trainer(ep_size: int | None, options: dict[str, Any], **kwargs: Any) -> pl.Trainer:
+    if ep_size is None:
+        return quiet_trainer(strategy="auto", **kwargs)
+    strategy = EPOverlapStrategy(expert_model_parallel_size=ep_size, **options)
+    return quiet_trainer(strategy=strategy, use_distributed_sampler=False, **kwargs)
+
+
 def train(run: Run, world_size: int, ep_size: int | None) -> dict[str, Any]:
     """Fit, as this rank of a spread model or (`ep_size` None) as the one process that stands for all.
 
@@ -127,15 +134,14 @@ def train(run: Run, world_size: int, ep_size: int | None) -> dict[str, Any]:
     """
     module, result = run.module, {}
     if ep_size is None:
-        trainer = quiet_trainer(strategy="auto", **run.trainer)
+        trainer = make_trainer(None, {}, **run.trainer)
         trainer.fit(module, loader(run.steps, world_size, None))
         result["params"] = {n: p.detach().clone() for n, p in module.named_parameters()}
     else:
-        strategy = EPOverlapStrategy(expert_model_parallel_size=ep_size, **run.options)
-        trainer = quiet_trainer(strategy=strategy, use_distributed_sampler=False, **run.trainer)
+        trainer = make_trainer(ep_size, run.options, **run.trainer)
         trainer.fit(module, loader(run.steps, world_size, dist.get_rank()))
-        result["params"] = whole(strategy, dict(module.named_parameters()), prefix="")
-        result["digests"] = digests(strategy)
+        result["params"] = whole(trainer.strategy, dict(module.named_parameters()), prefix="")
+        result["digests"] = digests(trainer.strategy)
     losses = getattr(module, "losses", [])
     return {**result, "losses": torch.stack(losses) if losses else None, "seen": run.watch(trainer, module)}
 

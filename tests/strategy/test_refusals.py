@@ -1,0 +1,110 @@
+"""What is refused at set-up, by all ranks and in words that say what to do; what passes through."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_ep import EPOverlapStrategy
+from tests.distributed import run_distributed
+from tests.strategy.toy import (
+    HIDDEN,
+    Batch,
+    Run,
+    ToyModule,
+    adamw,
+    assert_replicas_equal,
+    assert_trained_alike,
+    loader,
+    make_moe,
+    make_trainer,
+    train,
+)
+
+
+class Loose(ToyModule):
+    """Trains a layer that belongs to nobody."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw([*self.parameters(), *nn.Linear(3, 3).parameters()])
+
+
+class Lbfgs(ToyModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoLoss(ToyModule):
+    def training_step(self, batches: list[Batch], batch_idx: int) -> None:
+        super().training_step(batches, batch_idx)
+
+
+class NoExperts(ToyModule):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(HIDDEN, HIDDEN))
+
+
+class SevenExperts(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.moe[1] = make_moe(24, 7, 2)
+
+
+class SparseEmbedding(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 5, sparse=True)
+
+
+REFUSED = {
+    SparseEmbedding: "'words' has sparse gradients",
+    Loose: r"AdamW has 2 parameters that are not the LightningModule's, first of shape \(3, 3\)",
+    Lbfgs: "LBFGS takes inner products over all parameters",
+    NoLoss: "by returning None in distributed training is not supported",
+    NoExperts: "no experts found in NoExperts",
+    SevenExperts: r"num_moe_experts=1 \(common to 7 in net\.moe\.1\.experts, 8 in net\.moe\.0\.experts\)",
+}
+
+
+def refused(make: type[ToyModule]) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        make_trainer(2, {}).fit(make(), loader(2, 2, dist.get_rank()))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_refused_on_all_ranks(make: type[ToyModule]) -> None:
+    for message in run_distributed(refused, 2, make):
+        assert re.search(REFUSED[make], message), message
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ({"expert_model_paralel_size": 2}, TypeError, "'expert_model_paralel_size'; did you mean 'expert_model_parallel_size'"),
+        ({"ddp_comm_hook": print}, ValueError, "ddp_comm_hook: belongs to DDP's reducer"),
+        ({"model_averaging_period": 4}, ValueError, "model_averaging_period"),
+    ],
+)  # fmt: skip
+def test_arguments_that_would_do_nothing_are_refused(arguments: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        EPOverlapStrategy(**arguments)
+
+
+def ddp_arguments() -> dict[str, Any]:
+    options = {
+        "find_unused_parameters": True, "gradient_as_bucket_view": True, "static_graph": False,
+        "bucket_cap_mb": 0.001, "process_group_backend": "gloo", "broadcast_buffers": False,
+    }  # fmt: skip
+    return train(Run(options=options), 2, 2)
+
+
+def test_ddps_own_arguments_pass_through() -> None:
+    ranks = run_distributed(ddp_arguments, 2)
+    assert_trained_alike(ranks, train(Run(), 2, None))
+    assert_replicas_equal(ranks)
