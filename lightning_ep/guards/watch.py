@@ -208,7 +208,10 @@ def abort_communication() -> None:
 
     gloo needs nothing: its operations end when the peer's process does, or at their time-out.
     """
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        abort = getattr(distributed_c10d, "_abort_process_group", None)
-        if abort is not None:
+    abort = getattr(distributed_c10d, "_abort_process_group", None)
+    with _aborting:
+        if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
             abort()
+
+
+_aborting = threading.Lock()

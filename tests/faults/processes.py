@@ -160,6 +160,12 @@ class Job:
             for (code, at), output in zip(ends, self._outputs, strict=True)
         ]
 
+    def kill(self, rank: int) -> None:
+        """Kill and reap."""
+        os.kill(self.pids[rank], signal.SIGKILL)
+        while not self._nursery.ask("ended", [self.pids[rank]]):
+            time.sleep(0.02)
+
     def signal(self, rank: int, signum: int) -> None:
         os.kill(self.pids[rank], signum)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import resource
 import signal
 import time
 import warnings
@@ -17,7 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ep import EPOverlapStrategy
+from lightning_ep import EPOverlapStrategy, storage
+from lightning_ep.guards import handshake
 from tests.faults.processes import note, strike
 from tests.reference import rank_loss, tiny_model, tokens
 from tests.trained import CausalLM
@@ -163,27 +166,96 @@ def trainer(timeout: float = 5, ep_size: int | None = None, **options: Any) -> p
     })  # fmt: skip
 
 
-def fit(fault: Fault | None = None, batches: Any = 6, lm: type[FaultyLM] = FaultyLM, **options: Any) -> FaultyLM:
-    """One fit; notes how many batches this rank trained."""
-    sized, workers = options.pop("sized", True), options.pop("num_workers", 0)
-    validation = options.pop("validation", 0)
-    module = lm(fault, **options.pop("model", {}))
-    folder = Path(os.environ["FAULT_FOLDER"])
-    callbacks = [FaultyCallback(module.fault)]
-    if options.pop("on_exception", False):
-        callbacks.append(OnExceptionCheckpoint(folder))
-    if (every := options.pop("checkpoint_every", 0)) > 0:
+def fit(fault: Fault | None = None, batches: Any = 6, lm: type[FaultyLM] = FaultyLM, **options: Any) -> None:
+    """One fit; notes how many batches and epochs this rank trained.
+
+    Args:
+        batches: of every rank, or of each.
+        options: the Trainer's; and some of ours.
+    """
+    take = options.pop
+    sized, workers, validation = take("sized", True), take("num_workers", 0), take("validation", 0)
+    ckpt_path, before = take("ckpt_path", None), take("before", None)
+    if before is not None:
+        before(fault)
+    module = lm(fault, **take("model", {}))
+    callbacks: list[pl.Callback] = [FaultyCallback(module.fault)]
+    checkpoints = Path(os.environ["FAULT_FOLDER"], "checkpoints")
+    if take("on_exception", False):
+        callbacks.append(OnExceptionCheckpoint(checkpoints))
+    if saving := take("saving", {}):
         options["enable_checkpointing"] = True
-        callbacks.append(
-            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=every, save_top_k=-1, save_last=True)
-        )
-    if options.pop("save_on_exception", False):
-        options["enable_checkpointing"] = True
-        callbacks.append(ModelCheckpoint(folder / "checkpoints", save_on_exception=True, save_top_k=-1))
+        callbacks.append(ModelCheckpoint(checkpoints, filename="{step}", save_top_k=-1, **saving))
     count = batches if isinstance(batches, int) else batches[rank()]
     run = trainer(callbacks=callbacks, **options)
     data = loader(count, sized, module.fault, num_workers=workers)
     val = [loader(validation, fault=module.fault)] if validation else []
-    run.fit(module, data, *val)
+    run.fit(module, data, *val, ckpt_path=ckpt_path)
     note(f"trained{rank()}", f"{module.batches} {run.current_epoch}")
-    return module
+
+
+def fit_with(differ: dict[str, tuple], **options: Any) -> None:
+    """`fit` with options that each rank chooses for itself."""
+    fit(**options, **{name: values[rank()] for name, values in differ.items()})
+
+
+def predict(fault: Fault | None = None, batches: Any = 4, **options: Any) -> None:
+    """Notes how many batches this rank predicted."""
+    module = FaultyLM(fault)
+    count = batches if isinstance(batches, int) else batches[rank()]
+    outputs = trainer(**options).predict(module, loader(count))
+    note(f"predicted{rank()}", str(len(outputs or [])))
+
+
+def validate(fault: Fault | None = None, batches: Any = 4, **options: Any) -> None:
+    count = batches if isinstance(batches, int) else batches[rank()]
+    trainer(**options).validate(FaultyLM(fault), loader(count), verbose=False)
+
+
+def other_options(_: Any) -> None:
+    """Another handshake on rank 1: an older state of this package."""
+    if rank() == 1:
+        handshake.code_digest = lambda: "0123456789ab"
+
+
+def dies_while_saving(fault: Fault) -> None:
+    """The fault strikes inside the fourth save, of the second `last`: "write" while data is written, "replace" before it is put in place."""
+    count = itertools.count(1)
+    name = {"write": "write", "replace": "_put_in_place"}[fault.place]
+    original = getattr(storage, name)
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        fault(fault.place, next(count))
+        return original(*args, **kwargs)
+
+    setattr(storage, name, struck)
+
+
+def full_disk(fault: Fault) -> None:
+    """From the fourth save on (the second `last`), no file may grow on this rank."""
+    count = itertools.count(1)
+    original = storage.write
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        if next(count) == 4 and rank() in fault.ranks:
+            strike()
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        return original(*args, **kwargs)
+
+    storage.write = struck
+
+
+class LostRouter(FaultyLM):
+    """One rank's router gives an expert that does not exist."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__(fault)
+        self.model.model.layers[1].mlp.experts.register_forward_pre_hook(self._lose)
+
+    def _lose(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.fault.kind == "lost" and rank() in self.fault.ranks and self.batches == self.fault.batch + 1:
+            strike()
+            return args[0], torch.full_like(args[1], 8), *args[2:]
+        return args
