@@ -27,7 +27,7 @@ class Board:
     """Heartbeats of this rank and of those it looks at, and the failure that was reported first.
 
     Args:
-        session: number of the run, the same on all ranks; keeps runs in one process apart.
+        session: name of the run, the same on all ranks; keeps runs in one process apart.
         interval: seconds between two heartbeats.
         beat: what a heartbeat says, JSON values.
 
@@ -36,7 +36,7 @@ class Board:
         beats: the last heartbeats seen; only the next rank's until `ask()`.
     """
 
-    def __init__(self, rank: int, size: int, session: int, interval: float, beat: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, rank: int, size: int, session: str, interval: float, beat: Callable[[], dict[str, Any]]) -> None:
         self.rank, self.size, self.interval, self.beat = rank, size, interval, beat
         self.reported: Failure | None = None
         self.beats: dict[int, dict[str, Any]] = {}
@@ -133,7 +133,7 @@ def hosted_by_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _own_client(session: int) -> dist.Store | None:
+def _own_client(session: str) -> dist.Store | None:
     """A client of the rendezvous store for this thread alone, or None where there is none to be had."""
     try:
         store = distributed_c10d._get_default_store()

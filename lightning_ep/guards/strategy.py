@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import lightning.pytorch as pl
 import torch
@@ -49,7 +50,6 @@ class GuardedStrategy(DDPStrategy):
         self._hosts: SideGroup | None = None  # our agreements
         self._calls: SideGroup | None = None  # what Lightning, callbacks and modules call on the strategy
         self._processes: list[Process] = []
-        self._session = 0
         self._watch: Watch | None = None
         self._control: Control | None = None
         self._serving: Serving | None = None
@@ -79,11 +79,10 @@ class GuardedStrategy(DDPStrategy):
             self._processes = self._hosts.gather(Process.own())
         trainer = self.lightning_module.trainer
         handshake.compare(self._hosts, {**handshake.run_facts(trainer), **self._facts_to_compare()}, "code or options")
-        self._session += 1
         self._watch = Watch(
             self._processes,
             self.global_rank,
-            self._session,
+            self._hosts.broadcast(uuid4().hex),
             self._timeout or _NO_TIMEOUT,
             where=lambda: _where(trainer),
             is_ending=lambda: trainer.interrupted,

@@ -43,7 +43,7 @@ class Watch:
 
     Args:
         processes: every rank's process, in order of rank.
-        session: number of this run, the same on all ranks.
+        session: name of this run, the same on all ranks; keeps it apart from earlier ones of this process.
         timeout: how long ranks may wait for each other.
         where: says where this rank is; called from another thread.
         is_ending: whether an exception is being handled in the main thread already.
@@ -56,7 +56,7 @@ class Watch:
         self,
         processes: list[Process],
         rank: int,
-        session: int,
+        session: str,
         timeout: timedelta,
         where: Callable[[], str],
         is_ending: Callable[[], bool],
