@@ -56,6 +56,8 @@ class Facts:
     mtp_num_layers: int | None = None
     add_bias_linear: bool | None = None  # bias on attention's output projection
     add_qkv_bias: bool | None = None
+    use_cache: bool | None = None
+    output_router_logits: bool | None = None
 
     # Trainer.
     precision: str | None = None  # Lightning's names: "bf16-mixed", "32-true", ...

@@ -96,6 +96,8 @@ def config_facts(config: Any) -> dict[str, tuple[Any, str]]:
         "mtp_num_layers": read(_MTP_LAYERS, int),
         "moe_shared_expert_intermediate_size": read(_SHARED_SIZE, int) or _shared_experts(text, read(_NUM_SHARED, int)),
         "add_qkv_bias": read(_QKV_BIAS, bool),
+        "use_cache": read(("use_cache",), bool),
+        "output_router_logits": read(("output_router_logits",), bool),
     }
     # A size of 0 is how configs say that there is no shared expert.
     return {

@@ -32,12 +32,15 @@ from lightning_ep.experts.model import ParallelModel
 from lightning_ep.experts.parallel import serve_experts
 from lightning_ep.facts import Facts, gather_facts
 from lightning_ep.gradients import AgreeingGradScaler, GradientReducer, global_grad_norm
+from lightning_ep.graphs.dense import DenseGraphs
+from lightning_ep.graphs.recorder import CudaRecorder, Recorder
 from lightning_ep.guards.loaders import UnevenData
 from lightning_ep.guards.strategy import GuardedStrategy
 from lightning_ep.mesh import ExpertMesh, build_mesh
 from lightning_ep.pretrained import experts_will_be_cut
 from lightning_ep.replicas import ReplicatedBuffers, check_ddp_arguments, check_gradients, check_optimizers
 from lightning_ep.schedule.overlap import Overlap
+from lightning_ep.schedule.two_batch import find_stack
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ class EPOverlapStrategy(GuardedStrategy):
             half-precision parameters `.grad` is float32 until the window ends, then rounded to the parameter's dtype.
         overlap_grad_reduce: all-reduce gradients in buckets of `bucket_cap_mb` as soon as the window's last backward has
             completed them.
+        cuda_graph_scope: ["attn", "moe_router"] launches the dense parts of every layer (all but the experts) as CUDA graphs,
+            for micro-batches of one shape. What a layer returns is overwritten by a later micro-batch.
         experts_implementation: "grouped_mm", or "transformer_engine" for its grouped GEMMs on the same parameters, in
             the FP8 recipe of Lightning's `TransformerEnginePrecision` where that is the precision.
         timeout: how long ranks may wait for each other before the job ends; larger than any compile.
@@ -123,6 +128,7 @@ class EPOverlapStrategy(GuardedStrategy):
         self._reducer: GradientReducer | None = None
         self._buffers: ReplicatedBuffers | None = None
         self._overlap: Overlap | None = None
+        self._graphs: DenseGraphs | None = None
         self._syncing = True
         self._reduced = True
         self.last_grad_norm: Tensor | None = None
@@ -213,7 +219,22 @@ class EPOverlapStrategy(GuardedStrategy):
         self._buffers = ReplicatedBuffers(self.parallel.model, self.parallel.ignored()) if keeps else None
         self._syncing = self._reduced = True  # an earlier fit may have ended anywhere
         self.use(self.config)
+        self._record_graphs()
         rank_zero_info(self._overlap.describe())
+
+    def _record_graphs(self) -> None:
+        """From now on, if so asked; the experts and the exchange stay outside."""
+        assert self.parallel is not None
+        if self._graphs is not None:
+            self._graphs.close()
+        if self.config.cuda_graph_scope:
+            _, stack = find_stack(self.parallel.model, self.parallel.experts, self.config.overlap_split_module)
+            self._graphs = DenseGraphs(
+                stack, self.parallel.experts, self._recorder(), self.precision_plugin.forward_context
+            )
+
+    def _recorder(self) -> Recorder:
+        return CudaRecorder(self.root_device)
 
     def use(self, config: EPConfig) -> None:
         """Overlap as `config` says from the next accumulation window on; also for matched comparisons in one run."""
@@ -256,6 +277,8 @@ class EPOverlapStrategy(GuardedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._overlap is not None
+        if self._graphs is not None and not self._overlap.is_parked:
+            self._graphs.record_wanted()
         with self._overlap.forward_turns():
             return super().training_step(*args, **kwargs)
 
@@ -351,6 +374,9 @@ class EPOverlapStrategy(GuardedStrategy):
         if self._overlap is not None:
             self._overlap.close()
             self._overlap = None
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
         if self.parallel is not None and self._may_close:
             self.parallel.close()
         super().teardown()

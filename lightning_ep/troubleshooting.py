@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lightning_ep.rule import Rule
 from lightning_ep.rules.dispatcher import DISPATCHER
+from lightning_ep.rules.graphs import GRAPHS
 from lightning_ep.rules.not_yet import NOT_YET
 from lightning_ep.rules.overlap import OVERLAP
 from lightning_ep.rules.wgrad import WGRAD
@@ -64,6 +65,7 @@ def page() -> str:
         ("Overlap and expert parallelism", OVERLAP),
         ("Delayed weight gradients", WGRAD),
         ("Dispatchers", DISPATCHER),
+        ("CUDA graphs", GRAPHS),
         ("What lightning_ep does not have yet", NOT_YET),
     )
     lines = [

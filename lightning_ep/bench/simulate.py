@@ -26,7 +26,7 @@ from lightning_ep.mesh import ExpertMesh
 from lightning_ep.strategy import EPOverlapStrategy
 
 # The strategy's options that mean the same here; what is compared and what makes the cluster are set by the command.
-_KEPT = ("rms_norm_fusion", "moe_permute_fusion", "moe_dispatch_dedup")
+_KEPT = ("rms_norm_fusion", "cuda_graph_scope", "moe_permute_fusion", "moe_dispatch_dedup")
 
 
 class EmulatedStrategy(EPOverlapStrategy):

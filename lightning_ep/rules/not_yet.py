@@ -58,14 +58,4 @@ NOT_YET = (
         "set tensor_model_parallel_size=1",
         "lightning_ep",
     ),
-    Rule(
-        "no-cuda-graphs",
-        "error",
-        ("cuda_graph_scope",),
-        lambda f: bool(f.cuda_graph_scope),
-        "an option that would have to be ignored",
-        "lightning_ep captures no CUDA graphs yet",
-        "set cuda_graph_scope to nothing",
-        "lightning_ep",
-    ),
 )

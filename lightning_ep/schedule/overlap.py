@@ -77,6 +77,11 @@ class Overlap:
         self._one_f_one_b.park(backward)
         return True
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether a backward waits for the next forward."""
+        return self._one_f_one_b is not None and self._one_f_one_b.is_parked
+
     def drop(self) -> None:
         """Forget a parked backward: training ended or failed before its partner came."""
         if self._one_f_one_b is not None:
@@ -94,7 +99,8 @@ class Overlap:
         backend = f" ({c.moe_flex_dispatcher_backend})" if c.moe_token_dispatcher_type == "flex" else ""
         experts = {found.num_experts // mesh.ep_size for found in self.parallel.experts}
         wgrad = "delayed" if c.delays_wgrad else "in the backward"
+        graphs = f"; CUDA graphs of {', '.join(c.cuda_graph_scope)}" if c.cuda_graph_scope else ""
         return (
             f"ep_overlap: schedule {self.choice} ({self.reason}); dispatcher {c.moe_token_dispatcher_type}{backend}; expert "
-            f"wgrad {wgrad}; EP {mesh.ep_size} x EDP {mesh.edp_size}; {'/'.join(map(str, sorted(experts)))} experts a rank"
+            f"wgrad {wgrad}; EP {mesh.ep_size} x EDP {mesh.edp_size}; {'/'.join(map(str, sorted(experts)))} experts a rank{graphs}"
         )

@@ -35,7 +35,8 @@ GOOD = Facts(
 OBSERVED = set(FACT_NAMES) - {f.name for f in fields(EPConfig)}
 TE = {"experts_implementation": "transformer_engine"}
 WGRAD = {"delay_wgrad_compute": True}
-GRAPH = ("no-cuda-graphs",)
+GRAPH = ("cuda-graph-scope",)
+GRAPHS = {"cuda_graph_scope": ("attn", "moe_router")}
 OLD_TE = ("te-experts-version",)
 
 
@@ -245,6 +246,17 @@ CASES = {
         TE | {"precision": "32-true", "overlap_moe_expert_parallel_comm": False},
         (TE | {"precision": "16-mixed"}, TE | {"precision": "transformer-engine"}),
     ),
+    "cuda-graph-scope": Case(
+        {"cuda_graph_scope": ("attn",)}, ({"cuda_graph_scope": ()}, {"cuda_graph_scope": ("moe_router", "attn")})
+    ),
+    "cuda-graph-gpu": Case(
+        GRAPHS | {"accelerator": "cpu"}, (GRAPHS | {"accelerator": "cuda"}, {"accelerator": "cpu"}, GRAPHS)
+    ),
+    "cuda-graph-use-cache": Case(GRAPHS | {"use_cache": True}, (GRAPHS | {"use_cache": False}, {"use_cache": True})),
+    "cuda-graph-router-logits": Case(
+        GRAPHS | {"output_router_logits": True},
+        (GRAPHS | {"output_router_logits": False}, {"output_router_logits": True}),
+    ),
     "no-other-dispatchers": Case(
         {"moe_token_dispatcher_type": "allgather", "overlap_moe_expert_parallel_comm": False},
         ({"moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": False},),
@@ -259,7 +271,6 @@ CASES = {
         ({"pipeline_model_parallel_size": 1},),
     ),
     "no-tensor-parallelism": Case({"tensor_model_parallel_size": 2}, ({"tensor_model_parallel_size": 1},)),
-    "no-cuda-graphs": Case({"cuda_graph_scope": ("attn",)}, ({"cuda_graph_scope": ()},)),
 }
 
 
@@ -283,6 +294,8 @@ EVERYTHING = (
         pipeline_model_parallel_size=2,
         tensor_model_parallel_size=2,
         cuda_graph_scope=("attn", "moe"),
+        use_cache=True,
+        output_router_logits=True,
         num_moe_experts=1,
         mtp_num_layers=2,
         add_qkv_bias=True,
@@ -311,6 +324,7 @@ EVERYTHING = (
         gpu_name="Tesla V100",
         gpu_capability=(7, 0),
         accelerator="cpu",
+        cuda_graph_scope=("attn",),
         precision="32-true",
     ),
     dict(

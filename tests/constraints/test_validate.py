@@ -136,7 +136,7 @@ def test_every_specified_fact_can_be_stated(fact: str) -> None:
         (["recompute_granularity=full"], ["overlap-full-recompute", "recompute-is-the-models"]),
         (["delay_wgrad_compute=true", "cuda_graph_scope=attn,moe_router", "te_version=2.11.0",
           "gradient_accumulation_fusion=true", "add_qkv_bias=false"],
-         ["no-cuda-graphs", "wgrad-in-graph-te-version"]),
+         ["cuda-graph-use-cache", "wgrad-in-graph-te-version"]),
         (["delay_wgrad_compute=true", "experts_implementation=transformer_engine", "overlap_grad_reduce=true",
           "te_version=2.6.0"], ["te-experts-version", "wgrad-grad-reduce-te-version"]),
         (["moe_token_dispatcher_type=flex", "moe_flex_dispatcher_backend=deepep", "gpu_name=NVIDIA GB200"],
