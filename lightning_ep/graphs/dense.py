@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_ep.experts.interface import FoundExperts
 from lightning_ep.experts.layer import MoELayer
 from lightning_ep.graphs.call import Call, Static
-from lightning_ep.graphs.layer import CannotRecord, GradientBuffers, RecordedLayer
+from lightning_ep.graphs.layer import CannotRecord, RecordedLayer, Shared
 from lightning_ep.graphs.recorder import Recorder
 
 _LANES = 2
@@ -56,11 +56,10 @@ class DenseGraphs:
         recorder: Recorder,
         precision: Callable[[], AbstractContextManager],
     ) -> None:
-        self._recorder, self._precision = recorder, precision
+        self._shared, self._precision = Shared(recorder), precision
         self._layers = [_Layer(self, i, *found) for i, found in enumerate(_layers(stack, experts))]
         self._lanes: list[list[RecordedLayer]] = []
         self._pools: list[Any] = []
-        self._gradients = GradientBuffers()
         self._wanted = 0
         self._last_out: Tensor | None = None
         self._warned = False
@@ -82,7 +81,7 @@ class DenseGraphs:
         self._last_out = None
         while len(self._lanes) < self._wanted and all(layer.observed is not None for layer in self._layers):
             if not self._pools:
-                self._pools = [self._recorder.new_pool() for _ in range(len(self._layers) + 1)]
+                self._pools = [self._shared.recorder.new_pool() for _ in range(len(self._layers) + 1)]
             self._lanes.append(self._record_lane(len(self._lanes)))
             rank_zero_info(
                 f"ep_overlap: CUDA graphs of the dense parts of {len(self._layers)} layers recorded "
@@ -98,9 +97,7 @@ class DenseGraphs:
             try:
                 for layer in self._layers:
                     hidden = recorded[-1].out if layer.follows else None
-                    recorded.append(
-                        layer.record(hidden, statics, self._gradients, self._recorder, self._pool(lane, layer))
-                    )
+                    recorded.append(layer.record(hidden, statics, self._shared, self._pool(lane, layer)))
                 following: RecordedLayer | None = None
                 for layer, one in zip(reversed(self._layers), reversed(recorded), strict=True):
                     layer.record_backward(one, following.grad_hidden if following is not None else None)
@@ -171,6 +168,8 @@ class DenseGraphs:
                 else f"other arguments of {layer.name!r} than those recorded"
             )
             return False
+        if self._lanes[lane][layer.index].busy:  # called twice in one forward
+            return False
         # The layer that shares this one's memory must have been left by its backward.
         memory = self._memory(lane, layer.index)
         return not any(
@@ -210,19 +209,16 @@ class _Layer:
             if any(hook.__module__ != _COLLECTING for each in hooks for hook in each.values()):
                 return f"{name or 'it'} has hooks"
             if isinstance(module, nn.modules.batchnorm._NormBase):
-                return f"{name} keeps running statistics"
+                return f"{name or 'it'} keeps running statistics"
             if isinstance(module, MoELayer):
-                return f"{name} keeps the routing for its auxiliary loss"
+                return f"{name or 'it'} keeps the routing for its auxiliary loss"
         if any(p._backward_hooks for p in self.module.parameters()):
             return "a parameter has gradient hooks"
         return None
 
-    def record(self, hidden: Tensor | None, statics: dict[int, Static], gradients: GradientBuffers, recorder: Recorder,
-        pool: Any) -> RecordedLayer:  # fmt: skip
+    def record(self, hidden: Tensor | None, statics: dict[int, Static], shared: Shared, pool: Any) -> RecordedLayer:
         assert self.observed is not None
-        return self._named(
-            lambda: RecordedLayer(self.own, self.experts, self.observed, hidden, statics, gradients, recorder, pool)
-        )
+        return self._named(lambda: RecordedLayer(self.own, self.experts, self.observed, hidden, statics, shared, pool))
 
     def record_backward(self, recorded: RecordedLayer, grad_out: Tensor | None) -> None:
         self._named(lambda: recorded.record_backward(grad_out))

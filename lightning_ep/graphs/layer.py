@@ -61,6 +61,25 @@ class GradientBuffers:
             torch._foreach_zero_(fresh)
 
 
+class Shared:
+    """What the recordings of all layers and lanes have in common: one backward runs at a time.
+
+    Attributes:
+        pool: memory for what lives within one layer's backward.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.gradients, self.pool = recorder, GradientBuffers(), recorder.new_pool()
+        self._scratch: dict[tuple, Tensor] = {}
+
+    def gradient_of(self, tensor: Tensor) -> Tensor:
+        """A static tensor for an incoming gradient."""
+        key = tensor.shape, tensor.dtype
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty_like(tensor, requires_grad=False)
+        return self._scratch[key]
+
+
 class RecordedLayer:
     """The recordings of one layer for one micro-batch in flight.
 
@@ -69,7 +88,7 @@ class RecordedLayer:
         experts: its experts module, whose forward is replaced while recording.
         call: an observed call; its tensors but the hidden states are replaced by `statics`.
         hidden: the static input, another recorded layer's output; None makes one.
-        pool: memory of the recordings.
+        pool: memory of the activations.
 
     Attributes:
         busy: between a forward and its backward, whose activations are in the recordings' memory.
@@ -82,12 +101,11 @@ class RecordedLayer:
         call: Call,
         hidden: Tensor | None,
         statics: dict[int, Static],
-        gradients: GradientBuffers,
-        recorder: Recorder,
+        shared: Shared,
         pool: Any,
     ) -> None:
         self.busy, self.generation = False, 0
-        self._gradients, self._recorder, self._pool = gradients, recorder, pool
+        self._shared, self._pool = shared, pool
         if hidden is None:
             hidden = torch.empty_like(call.leaves[call.hidden], device=next(experts.parameters()).device)
         self.hidden = hidden.detach().requires_grad_()
@@ -115,53 +133,52 @@ class RecordedLayer:
         own, experts.forward = experts.forward, stop_at
         try:
             with torch.enable_grad():
-                with self._recorder.record(self._pool) as self._before:
+                with self._shared.recorder.record(self._pool) as self._before:
                     routed = run.switch(*args, **kwargs)
                 if run.dead:
                     raise CannotRecord("its forward did not call its experts")
                 self.tokens, self.ids, self.weights = routed
                 self._experts_out = torch.empty_like(self.tokens, requires_grad=True)
-                with self._recorder.record(self._pool) as self._after:
-                    self._result = run.switch(self._experts_out)
+                with self._shared.recorder.record(self._pool) as self._after:
+                    result = run.switch(self._experts_out)
                 if not run.dead:
                     raise CannotRecord("its forward called its experts twice")
         finally:
             experts.forward = own
-        self.out = self._only_tensor(self._result)
-
-    @staticmethod
-    def _only_tensor(result: Any) -> Tensor:
-        tensors = [r for r in (result if isinstance(result, tuple) else (result,)) if isinstance(r, Tensor)]
+        values = result if isinstance(result, tuple) else (result,)
+        tensors = [value for value in values if isinstance(value, Tensor)]
         if len(tensors) != 1:
             raise CannotRecord(f"its forward returns {len(tensors)} tensors instead of one")
-        return tensors[0]
+        (self.out,) = tensors
+        # Older layers return (hidden states, None).
+        self._rest = [None if value is self.out else value for value in values] if isinstance(result, tuple) else None
+        self._place = next(i for i, value in enumerate(values) if value is self.out)
 
     def record_backward(self, grad_out: Tensor | None) -> None:
         """Record the backward of what was recorded last; `grad_out`: the static gradient, None makes one."""
         self._grad_out = torch.empty_like(self.out, requires_grad=False) if grad_out is None else grad_out
-        with self._recorder.record(self._pool) as self._after_bwd:
+        with self._shared.recorder.record(self._shared.pool) as self._after_bwd:
             (self._grad_experts_out,) = torch.autograd.grad(
                 self.out, self._experts_out, self._grad_out, retain_graph=True
             )
         outputs, self._grad_weights = [self.out, self.tokens], None
-        self._grad_tokens = torch.empty_like(self.tokens, requires_grad=False)
+        self._grad_tokens = self._shared.gradient_of(self.tokens)
         grad_outputs = [self._grad_out, self._grad_tokens]
         if self.weights.requires_grad:
-            self._grad_weights = torch.empty_like(self.weights, requires_grad=False)
+            self._grad_weights = self._shared.gradient_of(self.weights)
             outputs.append(self.weights)
             grad_outputs.append(self._grad_weights)
         parameters = [
             leaf for leaf in _leaves_behind(outputs) if leaf is not self.hidden and leaf is not self._experts_out
         ]
-        self._gradients.prepare(parameters)
-        with self._recorder.record(self._pool) as self._before_bwd:
+        self._shared.gradients.prepare(parameters)
+        with self._shared.recorder.record(self._shared.pool) as self._before_bwd:
             grads = torch.autograd.grad(outputs, [self.hidden, *parameters], grad_outputs, allow_unused=True)
             self.grad_hidden = grads[0]
-            self.parameters = self._gradients.add(parameters, grads[1:])
+            self.parameters = self._shared.gradients.add(parameters, grads[1:])
         # From here on only addresses matter: no graph holds the memory of activations any more.
         self.tokens, self.weights = self.tokens.detach(), self.weights.detach()
         self.out, self._experts_out = self.out.detach(), self._experts_out.detach()
-        self._result = None
 
     # -- replaying
 
@@ -171,7 +188,10 @@ class RecordedLayer:
         for i, static in self._statics:
             static.load(call.leaves[i])
         tokens, ids, weights = _Before.apply(use, call.leaves[call.hidden], anchor)
-        return _After.apply(use, experts(tokens, ids, weights))
+        out = _After.apply(use, experts(tokens, ids, weights))
+        if self._rest is None:
+            return out
+        return (*self._rest[: self._place], out, *self._rest[self._place + 1 :])
 
 
 class _Use:
@@ -237,7 +257,7 @@ class _After(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple:
         layer = ctx.use.layer
         ctx.use.check()
-        layer._gradients.attach(layer.parameters)
+        layer._shared.gradients.attach(layer.parameters)
         _load(layer._grad_out, grad_out)
         layer._after_bwd.replay()
         return None, layer._grad_experts_out.detach()

@@ -1,0 +1,215 @@
+"""Which calls of a layer its recordings serve, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ep.experts.interface import find_experts
+from lightning_ep.experts.layer import MoELayer
+from lightning_ep.graphs.dense import DenseGraphs
+from tests.graphs.tape import TapeRecorder
+from tests.reference import tiny_model, tokens
+
+
+class Pair:
+    """A model whose layers are recorded, and the same model without."""
+
+    def __init__(self, change: Callable[[nn.Module], None] = lambda model: None, model_type: str = "qwen3_moe") -> None:
+        self.model, self.plain = (tiny_model(model_type, use_cache=False, output_router_logits=False) for _ in range(2))
+        change(self.model), change(self.plain)
+        self.recorder = TapeRecorder()
+        self.graphs = DenseGraphs(self.model.model, find_experts(self.model), self.recorder, nullcontext)
+
+    @property
+    def replays(self) -> int:
+        return sum(tape.replays for tape in self.recorder.tapes)
+
+    def losses(self, ids: Tensor) -> list[Tensor]:
+        return [model(input_ids=ids, labels=ids).loss for model in (self.model, self.plain)]
+
+    def step(self, ids: Tensor, served: bool = True) -> None:
+        """A forward and backward of both; they agree, and recordings served it, or not."""
+        before = self.replays
+        self.graphs.record_wanted()
+        losses = self.losses(ids)
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        self.assert_same_gradients()
+        assert (self.replays > before) == served
+
+    def assert_same_gradients(self) -> None:
+        for (name, p), q in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+def test_gradients_add_up_over_steps_eager_and_recorded() -> None:
+    pair = Pair()
+    for step in range(4):
+        pair.step(tokens(step, 0, 0), served=step > 0)
+    for model in (pair.model, pair.plain):
+        model.zero_grad(set_to_none=False)
+    pair.step(tokens(5, 0, 0))
+    for model in (pair.model, pair.plain):
+        model.zero_grad()
+    pair.step(tokens(6, 0, 0))
+
+
+def test_another_shape_runs_as_ever_and_says_so_once() -> None:
+    pair = Pair()
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.step(tokens(1, 0, 0))
+    with pytest.warns(UserWarning, match=r"hidden states \(2, 5, 32\), recorded for \(2, \d+, 32\)"):
+        pair.step(tokens(2, 0, 0)[:, :5], served=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.step(tokens(3, 0, 0)[:1], served=False)
+    pair.step(tokens(4, 0, 0))
+
+
+def test_evaluation_runs_as_ever() -> None:
+    pair = Pair()
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.step(tokens(1, 0, 0))
+    before = pair.replays
+    with torch.no_grad():
+        assert torch.equal(*pair.losses(tokens(2, 0, 0)))
+    assert pair.replays == before
+
+
+def test_a_forward_without_backward_frees_its_lane() -> None:
+    pair = Pair()
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.graphs.record_wanted()
+    losses = pair.losses(tokens(1, 0, 0))
+    assert any(layer.busy for layer in pair.graphs._lanes[0])
+    del losses
+    assert not any(layer.busy for layer in pair.graphs._lanes[0])
+    pair.step(tokens(2, 0, 0))
+    assert len(pair.graphs._lanes) == 1
+
+
+def test_two_micro_batches_in_flight_have_a_lane_each() -> None:
+    pair = Pair()
+    pair.step(tokens(0, 0, 0), served=False)
+    for round in range(2):  # the second lane is recorded when it was missed once
+        pair.graphs.record_wanted()
+        before = pair.replays
+        both = [pair.losses(tokens(1 + round, micro, 0)) for micro in range(2)]
+        for one, other in zip(*both, strict=True):
+            (one + other).backward()
+        for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)  # added up in another order
+        layers = len(pair.graphs._layers)
+        # In lane 1 only the first layer: memory of the others is that of lane 0's, whose backward has not begun.
+        assert pair.replays - before == (4 * layers if round == 0 else 4 * layers + 4)
+    assert len(pair.graphs._lanes) == 2
+
+
+def test_a_second_backward_is_an_error() -> None:
+    pair = Pair()
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.graphs.record_wanted()
+    loss, _ = pair.losses(tokens(1, 0, 0))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward through the same forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp.gate", "mlp.experts", "embed_tokens", "input_layernorm"])
+def test_frozen_parts(part: str) -> None:
+    def freeze(model: nn.Module) -> None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(part not in name)
+
+    pair = Pair(freeze)
+    for step in range(3):
+        pair.step(tokens(step, 0, 0), served=step > 0)
+
+
+def test_a_copy_of_the_model_has_its_own_forward() -> None:
+    pair = Pair()
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.step(tokens(1, 0, 0))
+    copied, before = copy.deepcopy(pair.model), pair.replays
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.mul_(0.5)
+        for p in pair.plain.parameters():
+            p.mul_(0.5)
+    ids = tokens(2, 0, 0)
+    assert torch.equal(copied(input_ids=ids, labels=ids).loss, pair.plain(input_ids=ids, labels=ids).loss)
+    assert pair.replays == before
+
+
+def test_closing_gives_the_layers_their_forward_back() -> None:
+    pair = Pair()
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.graphs.close()
+    assert not any("_dense_graph" in vars(m) or "forward" in vars(m) for m in pair.model.model.layers)
+    assert torch.equal(*pair.losses(tokens(1, 0, 0)))
+
+
+def _hook(model: nn.Module) -> None:
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: None)
+
+
+def _gradient_hook(model: nn.Module) -> None:
+    model.model.layers[1].self_attn.q_proj.weight.register_hook(lambda grad: grad)
+
+
+def _statistics(model: nn.Module) -> None:
+    model.model.layers[1].self_attn.extra = nn.BatchNorm1d(4)
+
+
+def _checkpointed(model: nn.Module) -> None:
+    model.train().gradient_checkpointing_enable()
+
+
+def _cache(model: nn.Module) -> None:
+    model.config.use_cache = True
+
+
+def _no_experts_called(model: nn.Module) -> None:
+    model.model.layers[1].mlp.forward = lambda x: x
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_hook, "mlp.gate has hooks"),
+        (_gradient_hook, "a parameter has gradient hooks"),
+        (_statistics, "self_attn.extra keeps running statistics"),
+        (_checkpointed, "its activations are recomputed"),
+        (_no_experts_called, "its forward did not call its experts"),
+    ],
+)
+def test_what_cannot_be_recorded_is_named(change: Callable[[nn.Module], None], why: str) -> None:
+    pair = Pair(change)
+    pair.losses(tokens(0, 0, 0))
+    with pytest.raises(RuntimeError, match=rf"cuda_graph_scope: layer 'layers.\d' .* cannot be recorded: {why}"):
+        pair.graphs.record_wanted()
+
+
+def test_our_own_layer_keeps_its_routing() -> None:
+    stack = nn.Module()
+    stack.layers = nn.ModuleList([MoELayer(8, 4, 2, 2)])
+    graphs = DenseGraphs(stack, find_experts(stack), TapeRecorder(), nullcontext)
+    stack.layers[0](torch.randn(3, 8))
+    with pytest.raises(RuntimeError, match="it keeps the routing for its auxiliary loss"):
+        graphs.record_wanted()
+
+
+def test_a_cache_is_named() -> None:
+    pair = Pair(_cache)
+    pair.losses(tokens(0, 0, 0))
+    with pytest.raises(RuntimeError, match=r"layer 'layers.0' .* an argument of type DynamicCache .*use_cache=False"):
+        pair.graphs.record_wanted()
