@@ -106,8 +106,8 @@ WGRAD = (
     Rule(
         "wgrad-in-graph-te-version",
         "error",
-        ("te_version", "cuda_graph_scope", "moe_shared_expert_intermediate_size", "delay_wgrad_compute"),
-        lambda f: _wgrad_in_graph(f) and older(f.te_version, "2.12.0"),
+        ("te_version", "cuda_graph_scope", "experts_implementation", "moe_shared_expert_intermediate_size"),
+        lambda f: _wgrad_in_graph(f) and te_experts(f) and older(f.te_version, "2.12.0"),
         "a capture that fails",
         "delayed weight gradients inside a graph (attention, or a shared expert captured with the router) need "
         "Transformer Engine 2.12.0",

@@ -172,11 +172,12 @@ CASES = {
         GRAPH + OLD_TE,
     ),
     "wgrad-in-graph-te-version": Case(
-        WGRAD | {"cuda_graph_scope": ("attn",), "gradient_accumulation_fusion": True, "te_version": "2.11.0"},
+        WGRAD | TE | {"cuda_graph_scope": ("attn",), "gradient_accumulation_fusion": True, "te_version": "2.11.0"},
         (
-            WGRAD | {"cuda_graph_scope": ("attn",), "gradient_accumulation_fusion": True, "te_version": "2.12.0"},
+            WGRAD | TE | {"cuda_graph_scope": ("attn",), "gradient_accumulation_fusion": True, "te_version": "2.12.0"},
             # Without a shared expert the router's graph holds no delayed weight gradient.
-            WGRAD | {"cuda_graph_scope": ("moe_router",), "te_version": "2.11.0"},
+            WGRAD | TE | {"cuda_graph_scope": ("moe_router",), "te_version": "2.11.0"},
+            WGRAD | {"cuda_graph_scope": ("attn",), "gradient_accumulation_fusion": True, "te_version": ABSENT},
         ),
         GRAPH,
     ),

@@ -135,7 +135,7 @@ def test_every_specified_fact_can_be_stated(fact: str) -> None:
         (["mtp_num_layers=2"], ["overlap-mtp-layers"]),
         (["recompute_granularity=full"], ["overlap-full-recompute", "recompute-is-the-models"]),
         (["delay_wgrad_compute=true", "cuda_graph_scope=attn,moe_router", "te_version=2.11.0",
-          "gradient_accumulation_fusion=true", "add_qkv_bias=false"],
+          "experts_implementation=transformer_engine", "gradient_accumulation_fusion=true", "add_qkv_bias=false"],
          ["cuda-graph-use-cache", "wgrad-in-graph-te-version"]),
         (["delay_wgrad_compute=true", "experts_implementation=transformer_engine", "overlap_grad_reduce=true",
           "te_version=2.6.0"], ["te-experts-version", "wgrad-grad-reduce-te-version"]),
