@@ -18,6 +18,7 @@ from tests.trained import CausalLM, loader, quiet_trainer, whole
 
 GRAPHS = {"cuda_graph_scope": ["attn", "moe_router"]}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+ONE_F_ONE_B = {**OVERLAP, "overlap_schedule": "1f1b"}
 
 
 class TapedStrategy(EPOverlapStrategy):
@@ -69,10 +70,11 @@ LAYERS = 2
     ("schedule", "lanes"),
     [
         ({}, 1),
-        ({**OVERLAP, "overlap_schedule": "1f1b"}, 2),
-        ({**OVERLAP, "overlap_schedule": "1f1b", "overlap_grad_reduce": True}, 2),
+        (ONE_F_ONE_B, 2),
+        ({**ONE_F_ONE_B, "overlap_grad_reduce": True}, 2),
+        ({**ONE_F_ONE_B, "delay_wgrad_compute": True, "gradient_accumulation_fusion": True}, 2),
     ],
-    ids=["none", "1f1b", "grad_reduce"],
+    ids=["none", "1f1b", "grad_reduce", "delayed"],
 )
 def test_bit_identical(schedule: dict, lanes: int, precision: str) -> None:
     options = {"accumulate_grad_batches": 3, "precision": precision}
@@ -88,7 +90,7 @@ def test_bit_identical(schedule: dict, lanes: int, precision: str) -> None:
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3", "mixtral", "glm4_moe", "olmoe", "granitemoe"])
 def test_other_models(model_type: str) -> None:
     """Shared experts, routers with a bias, other places of norms."""
-    schedule = {**OVERLAP, "overlap_schedule": "1f1b"}
+    schedule = ONE_F_ONE_B
     options = {"accumulate_grad_batches": 2, "precision": "bf16-true"}
     plain = run_distributed(train, 2, model_type, schedule, options)
     recorded = run_distributed(train, 2, model_type, {**schedule, **GRAPHS}, options)
