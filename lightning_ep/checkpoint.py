@@ -45,7 +45,7 @@ def load_full_state_dict(path: str | os.PathLike) -> dict[str, Tensor]:
 
     Returns names as in the LightningModule's `state_dict()`. Raises ValueError naming the file that is damaged.
     """
-    path = Path(path)
+    path = storage.local(path)
     if path.is_dir():
         metadata = storage.read_metadata(path)
         return _state_dict(storage.read_tensors(path, metadata, lambda key: key[0] == "state_dict", _empty), path)
@@ -58,14 +58,14 @@ def consolidate_checkpoint(directory: str | os.PathLike, file: str | os.PathLike
     `Trainer(strategy="auto").fit(ckpt_path=file)`, `LightningModule.load_from_checkpoint(file)` and this package's
     strategy load it. Runs in one process and holds model and optimizer whole in host memory. `file` appears at once.
     """
-    directory = Path(directory)
+    directory = storage.local(directory)
     metadata = storage.read_metadata(directory)
     checkpoint = storage.read_meta(directory, metadata)
     _merge(checkpoint, _with_optimizers(storage.read_tensors(directory, metadata, lambda key: True, _empty)))
     checkpoint.pop(_LOST, None)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [_numbered(state) for state in checkpoint["optimizer_states"]]
-    storage.write_file(checkpoint, Path(file))
+    storage.write_file(checkpoint, storage.local(file))
 
 
 def _empty(key: Key, size: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -85,8 +85,7 @@ def save(
     if storage_options is not None:
         raise TypeError("EPOverlapStrategy writes sharded checkpoints and takes no storage_options")
     target, token = strategy.broadcast((os.fspath(filepath), storage.new_token()))
-    if "://" in target:
-        raise ValueError(f"checkpoint path {target!r} is remote; use a directory on a file system that all ranks share")
+    directory = storage.local(target)
     shares = ExpertShares(strategy)
     rest = dict(checkpoint)
     optimizers = rest.pop("optimizer_states", None)
@@ -107,7 +106,7 @@ def save(
         meta[_LOST] = lost
         if lost:
             rank_zero_warn(f"not saved in {target}, since loading them would execute code: {', '.join(lost)}")
-    storage.write(Path(os.path.abspath(target)), tensors, meta, token)
+    storage.write(Path(os.path.abspath(directory)), tensors, meta, token)
 
 
 def load(strategy: EPOverlapStrategy, path: str | os.PathLike, fitting: bool) -> dict[str, Any]:
@@ -119,7 +118,7 @@ def load(strategy: EPOverlapStrategy, path: str | os.PathLike, fitting: bool) ->
 
     Raises ValueError or FileNotFoundError, on every rank, naming the file.
     """
-    path = Path(strategy.broadcast(os.fspath(path)))
+    path = storage.local(strategy.broadcast(os.fspath(path)))
     shares, optimizers = ExpertShares(strategy), strategy.optimizers if fitting else None
     checkpoint = on_all_ranks(lambda: _read(path, shares, optimizers))
     if lost := checkpoint.pop(_LOST, None):

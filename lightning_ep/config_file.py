@@ -21,9 +21,13 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import import_object
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_ep.checkpoint_facts import one_directory
 from lightning_ep.config import EPConfig, value_errors
 from lightning_ep.facts import FACT_NAMES, Facts, batch_facts, hardware_facts, version_facts
 from lightning_ep.model_facts import config_facts, model_facts, num_experts
@@ -105,7 +109,7 @@ def config_problems(run: RunConfig) -> list[Violation]:
 def config_facts_of(run: RunConfig) -> tuple[Facts, list[str]]:
     """The facts that the file and this machine give, and sentences about what could not be found out."""
     options, _ = _options(run)
-    trainer, notes = run.trainer, []
+    trainer, notes, origins = run.trainer, [], run.origins
     accumulation = trainer.get("accumulate_grad_batches", 1)
     accelerator = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(str(trainer.get("accelerator")))
     nodes = trainer.get("num_nodes", 1)
@@ -119,9 +123,8 @@ def config_facts_of(run: RunConfig) -> tuple[Facts, list[str]]:
         "world_size": devices * nodes if devices and isinstance(nodes, int) else None,
         "accelerator": accelerator,
     }
-    known |= batch_facts(_init_args(run.data), _init_args(run.model))
+    known |= batch_facts(_init_args(run.data), _init_args(run.model)) | _checkpoint_facts(run, origins)
     known |= version_facts() | hardware_facts(accelerator)
-    origins = run.origins
     for key, settings in _nested(run.model, "model"):
         if num_experts(settings):
             stated = SimpleNamespace(**{str(name): value for name, value in settings.items()})
@@ -193,12 +196,48 @@ def _strategy_problems(run: RunConfig) -> Iterator[Violation]:
 def _is_ours(strategy: str) -> bool:
     if strategy == EPOverlapStrategy.strategy_name or strategy.rpartition(".")[2] == EPOverlapStrategy.__name__:
         return True
+    return _is_a(strategy, EPOverlapStrategy)
+
+
+def _is_a(class_path: str | None, base: type) -> bool:
+    """Whether a class path leads to a `base`; one that cannot be imported here does not."""
     try:
         with _working_directory_importable():
-            found = import_object(strategy)
+            found = import_object(class_path or "")
     except (ImportError, ValueError, AttributeError):
         return False
-    return isinstance(found, type) and issubclass(found, EPOverlapStrategy)
+    return isinstance(found, type) and issubclass(found, base)
+
+
+def _checkpoint_facts(run: RunConfig, origins: dict[str, str]) -> dict[str, str]:
+    """Where the file lets checkpoints be written, and by which plugin if not by Lightning's default one."""
+    facts: dict[str, str] = {}
+
+    def classes(key: str, package: str, base: type) -> list[tuple[str, Mapping[str, Any]]]:
+        section = run.trainer.get(key)
+        found = []
+        for entry in section if isinstance(section, list) else [section]:
+            name = entry.get("class_path") if isinstance(entry, Mapping) else entry
+            path = name if "." in str(name) else f"{package}.{name}"  # LightningCLI takes bare names of Lightning's
+            if _is_a(path, base):
+                found.append((path, _init_args(entry)))
+        return found
+
+    for path, _ in classes("plugins", "lightning.pytorch.plugins", CheckpointIO):
+        if not _is_a(path, TorchCheckpointIO):
+            facts["checkpoint_io"], origins["checkpoint_io"] = path.rpartition(".")[2], run.where("trainer.plugins")
+    if run.trainer.get("enable_checkpointing") is False:
+        return facts
+    implied = (run.trainer.get("default_root_dir"), run.where("trainer.default_root_dir"))
+    for _, arguments in classes("logger", "lightning.pytorch.loggers", Logger)[:1]:
+        if "save_dir" in arguments:
+            implied = (arguments["save_dir"], run.where("trainer.logger.init_args.save_dir"))
+    own = run.where("trainer.callbacks.init_args.dirpath")
+    callbacks = classes("callbacks", "lightning.pytorch.callbacks", Checkpoint) or [("", {})]
+    paths = [arguments.get("dirpath") for _, arguments in callbacks]
+    if chosen := one_directory((path, own) if path else implied for path in paths):
+        facts["checkpoint_dir"], origins["checkpoint_dir"] = chosen
+    return facts
 
 
 def _options(run: RunConfig) -> tuple[dict[str, Any], list[Violation]]:

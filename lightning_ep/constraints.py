@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ep.facts import Facts, gather_facts
 from lightning_ep.rule import ConfigurationError, Rule, Violation, violation
+from lightning_ep.rules.checkpoints import CHECKPOINTS
 from lightning_ep.rules.dispatcher import DISPATCHER
 from lightning_ep.rules.graphs import GRAPHS
 from lightning_ep.rules.not_yet import NOT_YET
@@ -21,7 +22,7 @@ from lightning_ep.rules.wgrad import WGRAD
 __all__ = ["RULES", "ConfigurationError", "Facts", "Rule", "Violation", "check", "enforce", "gather_facts"]
 
 # The field's rules first, then what is not there yet.
-RULES: tuple[Rule, ...] = (*OVERLAP, *WGRAD, *DISPATCHER, *GRAPHS, *NOT_YET)
+RULES: tuple[Rule, ...] = (*OVERLAP, *WGRAD, *DISPATCHER, *GRAPHS, *CHECKPOINTS, *NOT_YET)
 
 
 def check(facts: Facts, rules: Sequence[Rule] = RULES) -> list[Violation]:

@@ -17,6 +17,7 @@ from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from lightning_ep import imports
+from lightning_ep.checkpoint_facts import checkpoint_facts
 from lightning_ep.config import EPConfig
 from lightning_ep.model_facts import model_facts
 
@@ -54,6 +55,7 @@ class Facts:
     moe_shared_expert_intermediate_size: int | None = None  # None also when there is no shared expert
     recomputed_layers: int | None = None  # modules that the model recomputes with experts, so the dispatch, inside
     mtp_num_layers: int | None = None
+    automatic_optimization: bool | None = None  # of the LightningModule
     add_bias_linear: bool | None = None  # bias on attention's output projection
     add_qkv_bias: bool | None = None
     use_cache: bool | None = None
@@ -67,6 +69,8 @@ class Facts:
     world_size: int | None = None
     num_nodes: int | None = None
     accelerator: str | None = None  # "cpu" or "cuda"
+    checkpoint_dir: str | None = None  # None also when nothing is saved
+    checkpoint_io: str | None = None  # class of a CheckpointIO that is not Lightning's default
 
     # Versions; ABSENT when known not to be installed.
     torch_version: str | None = None
@@ -97,11 +101,14 @@ def gather_facts(config: EPConfig, trainer: Any = None, model: nn.Module | None 
     device = None
     if trainer is not None:
         known |= trainer_facts(trainer, model)
+        saved, origins = checkpoint_facts(trainer)
+        known |= saved
         device = trainer.strategy.root_device.index
     known |= hardware_facts(known.get("accelerator"), device)
     if model is not None:
-        seen, origins = model_facts(model)
+        seen, found_in = model_facts(model)
         known |= seen
+        origins |= found_in
     return Facts(**known, origins=origins)
 
 

@@ -56,6 +56,8 @@ def model_facts(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     """
     facts: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    if isinstance(automatic := getattr(model, "automatic_optimization", None), bool):
+        facts["automatic_optimization"] = automatic
     if (config := _config(model)) is not None:
         for name, (value, attribute) in config_facts(config).items():
             facts[name], origins[name] = value, f"{attribute} of {type(config).__name__}"

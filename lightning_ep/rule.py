@@ -27,7 +27,7 @@ class Rule:
     severity: Severity
     arguments: tuple[str, ...]  # the facts to name in the message, the one to change first
     violated: Callable[[Facts], bool]
-    symptom: str  # what one would see without the check
+    symptom: str  # what one would see without the check; printed as "otherwise"
     cause: str
     fix: str
     source: str
@@ -72,7 +72,7 @@ class Violation:
         return replace(self, given=given)
 
     def __str__(self) -> str:
-        return f"[{self.id}] {self.cause}\n    symptom: {self.symptom}\n    fix:     {self.fix}"
+        return f"[{self.id}] {self.cause}\n    otherwise: {self.symptom}\n    fix:       {self.fix}"
 
 
 class ConfigurationError(ValueError):

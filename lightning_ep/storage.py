@@ -47,6 +47,20 @@ def is_sharded(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
+def is_remote(path: str | os.PathLike) -> bool:
+    """Whether `path` is a URL (s3://, gs://, file://, ...), which this storage neither writes nor reads."""
+    return re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(path)) is not None
+
+
+def local(path: str | os.PathLike) -> Path:
+    """`path`, unless it is a URL: raises ValueError."""
+    if is_remote(path):
+        raise ValueError(
+            f"checkpoint path {os.fspath(path)!r} is remote; use a directory on a file system that all ranks share"
+        )
+    return Path(path)
+
+
 # -- writing
 
 

@@ -124,6 +124,7 @@ class EPOverlapStrategy(GuardedStrategy):
         check_ddp_arguments(self)
         self.mesh: ExpertMesh | None = None
         self.parallel: ParallelModel | None = None
+        self._is_described = False  # validate and test after fit need not say it again
         self._may_close = True
         self._reducer: GradientReducer | None = None
         self._buffers: ReplicatedBuffers | None = None
@@ -142,6 +143,7 @@ class EPOverlapStrategy(GuardedStrategy):
         if self.mesh is None:
             self.mesh = self._build_mesh()
         assert self.lightning_module is not None
+        self._is_described = self.parallel is not None and self.parallel.model is self.lightning_module
         self.parallel = ParallelModel(self.lightning_module, self.config, self.mesh, self._transport())
         self._cut()
         _cut_when_configured(self.lightning_module, self._cut)
@@ -191,7 +193,8 @@ class EPOverlapStrategy(GuardedStrategy):
         self._cut(required=True)
         if self.config.rms_norm_fusion:
             fuse_rms_norms(self.parallel.model)
-        rank_zero_info(self.parallel.describe())
+        if not self._is_described:
+            rank_zero_info(self.parallel.describe())
         super().setup(trainer)
         if not self._is_fitting():  # Lightning made the dense parameters equal
             self.parallel.sync_expert_replicas()

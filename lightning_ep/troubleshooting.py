@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_ep.rule import Rule
+from lightning_ep.rules.checkpoints import CHECKPOINTS
 from lightning_ep.rules.dispatcher import DISPATCHER
 from lightning_ep.rules.graphs import GRAPHS
 from lightning_ep.rules.not_yet import NOT_YET
@@ -66,6 +67,7 @@ def page() -> str:
         ("Delayed weight gradients", WGRAD),
         ("Dispatchers", DISPATCHER),
         ("CUDA graphs", GRAPHS),
+        ("Checkpoints", CHECKPOINTS),
         ("What lightning_ep does not have yet", NOT_YET),
     )
     lines = [
@@ -76,7 +78,7 @@ def page() -> str:
         "",
         "The first tables are the rules that `EPOverlapStrategy` and `lightning-ep validate` check before training: "
         "an error stops the run and lists every violated rule, a warning does not. The column *symptom* says what one "
-        "would see without the check. The last table is for what no rule can see.",
+        "would see without the check (messages print it after *otherwise*). The last table is for what no rule can see.",
     ]
     for title, rules in sections:
         lines += [

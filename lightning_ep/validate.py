@@ -26,6 +26,7 @@ from lightning_ep.constraints import check
 from lightning_ep.facts import FACT_NAMES, Facts, state_facts
 from lightning_ep.flex import settle_dispatcher
 from lightning_ep.rule import Violation
+from lightning_ep.schedule.overlap import choose_schedule, effective
 
 # Wide enough that no argument is broken over two lines in a log.
 _LOG_WIDTH = 160
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run = read_config(arguments.config)
         stated = parse_statements(arguments.fact)
-        violations, notes = validate(run, stated)
+        facts, violations, notes = validate(run, stated)
     except ValueError as error:
         print(f"lightning-ep validate: {error}", file=sys.stderr)
         return 2
@@ -45,13 +46,15 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"ok": ok, "violations": [found.as_dict() for found in violations]}, indent=2))
     else:
         _show(run.path, ok, violations)
+        if ok and run.strategy is not None:
+            print(_effective(facts))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 0 if ok else 1
 
 
-def validate(run: RunConfig, stated: Mapping[str, str]) -> tuple[list[Violation], list[str]]:
-    """All violations of a config under the facts that a person stated, and sentences about what stayed unknown.
+def validate(run: RunConfig, stated: Mapping[str, str]) -> tuple[Facts, list[Violation], list[str]]:
+    """The facts of a config, with those that a person stated, all violations, and sentences about what stayed unknown.
 
     Raises:
         ValueError: for a statement that is no fact or no value of it.
@@ -64,7 +67,14 @@ def validate(run: RunConfig, stated: Mapping[str, str]) -> tuple[list[Violation]
         kind, backend, note = settle_dispatcher(facts.moe_token_dispatcher_type, facts.moe_flex_dispatcher_backend)
         facts = replace(facts, moe_token_dispatcher_type=kind, moe_flex_dispatcher_backend=backend)
         notes += [note] if note else []
-    return config_problems(run) + check(facts), notes
+    return facts, config_problems(run) + check(facts), notes
+
+
+def _effective(facts: Facts) -> str:
+    """The line that a fit begins with, as far as it is known without a model's weights and a world."""
+    automatic = facts.automatic_optimization is not False
+    schedule, reason = choose_schedule(facts, facts.accumulate_grad_batches or 1, automatic)
+    return effective(facts, schedule, reason, facts.world_size)
 
 
 def _make_room(facts: Facts, run: RunConfig, stated: Mapping[str, str]) -> Facts:
@@ -93,11 +103,13 @@ def parse_statements(statements: list[str]) -> dict[str, str]:
         if not equals:
             raise ValueError(f"--fact {statement!r}: expected NAME=VALUE")
         if name not in FACT_NAMES:
-            close = difflib.get_close_matches(name, FACT_NAMES, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(
-                f"--fact {statement!r}: unknown fact {name!r}; {hint}the facts are {', '.join(FACT_NAMES)}"
+            # "backend" is no near miss of moe_flex_dispatcher_backend, but a part of it.
+            close = difflib.get_close_matches(name, FACT_NAMES) + [fact for fact in FACT_NAMES if name and name in fact]
+            hint = (
+                f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}? All facts: lightning-ep validate --help"
             )
+            every = f"the facts are {', '.join(FACT_NAMES)}"
+            raise ValueError(f"--fact {statement!r}: unknown fact {name!r}; {hint if close else every}")
         stated[name] = value
     return stated
 
@@ -112,9 +124,7 @@ def _show(path: str, ok: bool, violations: list[Violation]) -> None:
         table.add_column("severity", no_wrap=True)
         table.add_column("what, why, and what to do")
         for found in violations:
-            text = (
-                f"{found.cause}\n[dim]symptom:[/dim] {escape(found.symptom)}\n[dim]fix:[/dim]     {escape(found.fix)}"
-            )
+            text = f"{found.cause}\n[dim]otherwise:[/dim] {escape(found.symptom)}\n[dim]fix:[/dim]       {escape(found.fix)}"
             text = text.replace(found.cause, escape(found.cause), 1)
             style = "red" if found.severity == "error" else "yellow"
             table.add_row(found.id, f"[{style}]{found.severity}[/{style}]", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from torch import Tensor, nn
 
 from lightning_ep.config import EPConfig
@@ -74,6 +75,14 @@ class ParallelModel:
         weights = {getattr(module, name) for module, layout in layouts for name in (layout.up, "down_proj")}
         return {weight for weight in weights if gradient_dtype(weight) != weight.dtype}
 
+    def count_parameters(self) -> tuple[int, int, int]:
+        """Parameters of the whole model, of all its experts, and of what this rank holds."""
+        sharded = self.expert_tensors()
+        local = sum(p.numel() for p in self.model.parameters())
+        local_experts = sum(p.numel() for p in self.model.parameters() if p in sharded)
+        experts = local_experts * self.mesh.ep_size
+        return local - local_experts + experts, experts, local
+
     def expert_tensors(self) -> set[Tensor]:
         """Parameters and buffers of which this rank holds its share."""
         return {getattr(found.module, name) for found in self.experts for name in found.sharded}
@@ -139,7 +148,11 @@ class ParallelModel:
         rows = [f"  {found.describe()}" for found in self.experts]
         if len(rows) > 6:
             rows = [*rows[:3], f"  ... {len(rows) - 4} more ...", rows[-1]]
-        return "\n".join([head, *rows])
+        total, experts, local = (get_human_readable_count(count).strip() for count in self.count_parameters())
+        size = (
+            f"  {total} parameters, of them {experts} in experts; {local} on this rank, which Lightning's summary shows"
+        )
+        return "\n".join([head, *rows, size])
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:

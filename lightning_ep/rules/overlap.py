@@ -196,6 +196,18 @@ OVERLAP = (
         "lightning_ep, schedules",
     ),
     Rule(
+        "overlap-1f1b-manual",
+        "error",
+        ("overlap_schedule", "automatic_optimization"),
+        lambda f: (
+            f.overlap_moe_expert_parallel_comm and f.overlap_schedule == "1f1b" and f.automatic_optimization is False
+        ),
+        "step time as without overlap",
+        "1f1b pairs the micro-batches of Lightning's own accumulation, which a module that steps by hand does not use",
+        "set overlap_schedule='two_batch', or automatic_optimization=True in the module",
+        "lightning_ep, schedules",
+    ),
+    Rule(
         "overlap-one-connection",
         "warning",
         ("cuda_device_max_connections", "gpu_name", "gpu_capability"),

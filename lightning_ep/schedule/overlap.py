@@ -10,13 +10,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ep.config import EPConfig
 from lightning_ep.experts.model import ParallelModel
+from lightning_ep.facts import Facts
 from lightning_ep.schedule.one_f_one_b import Backward, OneFOneB
 from lightning_ep.schedule.two_batch import TwoBatch, find_stack
 
 Choice = Literal["none", "1f1b", "two_batch"]
 
 
-def choose_schedule(config: EPConfig, accumulate_grad_batches: int, automatic_optimization: bool) -> tuple[Choice, str]:
+def choose_schedule(
+    config: EPConfig | Facts, accumulate_grad_batches: int, automatic_optimization: bool
+) -> tuple[Choice, str]:
     """The schedule that fits, and a few words that say why.
 
     Raises ValueError when "1f1b" was asked for and cannot work: it lives inside Lightning's own accumulation.
@@ -33,6 +36,20 @@ def choose_schedule(config: EPConfig, accumulate_grad_batches: int, automatic_op
     if accumulate_grad_batches >= 2 and automatic_optimization:
         return "1f1b", f"accumulate_grad_batches={accumulate_grad_batches}"
     return "two_batch", "no accumulation that pairs micro-batches"
+
+
+def effective(options: EPConfig | Facts, schedule: str, reason: str, world_size: int | None) -> str:
+    """One line that says what the options come to; a world of unknown size is left out."""
+    flex = options.moe_token_dispatcher_type == "flex"
+    dispatcher = f"flex ({options.moe_flex_dispatcher_backend})" if flex else options.moe_token_dispatcher_type
+    delays = options.delay_wgrad_compute or options.overlap_dispatch_backward_with_experts_wgrad
+    graphs = f"; CUDA graphs of {', '.join(options.cuda_graph_scope)}" if options.cuda_graph_scope else ""
+    ep = options.expert_model_parallel_size
+    groups = f"EP {ep} x EDP {world_size // ep}" if world_size else f"EP {ep}"
+    return (
+        f"ep_overlap: schedule {schedule} ({reason}); dispatcher {dispatcher}; expert wgrad "
+        f"{'delayed' if delays else 'in the backward'}; {groups}{graphs}"
+    )
 
 
 class Overlap:
@@ -95,12 +112,7 @@ class Overlap:
 
     def describe(self) -> str:
         """One line: what is effective, and why anything that was asked for is not."""
-        c, mesh = self.config, self.parallel.mesh
-        backend = f" ({c.moe_flex_dispatcher_backend})" if c.moe_token_dispatcher_type == "flex" else ""
+        mesh = self.parallel.mesh
         experts = {found.num_experts // mesh.ep_size for found in self.parallel.experts}
-        wgrad = "delayed" if c.delays_wgrad else "in the backward"
-        graphs = f"; CUDA graphs of {', '.join(c.cuda_graph_scope)}" if c.cuda_graph_scope else ""
-        return (
-            f"ep_overlap: schedule {self.choice} ({self.reason}); dispatcher {c.moe_token_dispatcher_type}{backend}; expert "
-            f"wgrad {wgrad}; EP {mesh.ep_size} x EDP {mesh.edp_size}; {'/'.join(map(str, sorted(experts)))} experts a rank{graphs}"
-        )
+        line = effective(self.config, self.choice, self.reason, mesh.world_size)
+        return f"{line}; {'/'.join(map(str, sorted(experts)))} experts a rank"

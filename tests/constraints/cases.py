@@ -15,6 +15,7 @@ GOOD = Facts(
     num_moe_experts=64,
     recomputed_layers=0,
     mtp_num_layers=1,
+    automatic_optimization=True,
     add_bias_linear=False,
     add_qkv_bias=False,
     precision="bf16-mixed",
@@ -100,6 +101,13 @@ CASES = {
         {"accumulate_grad_batches": 1, "batch_size": 1},
         ({"accumulate_grad_batches": 2, "batch_size": 1}, {"accumulate_grad_batches": 1, "batch_size": 2}),
         ("overlap-few-microbatches",),
+    ),
+    "overlap-1f1b-manual": Case(
+        {"overlap_schedule": "1f1b", "automatic_optimization": False},
+        (
+            {"overlap_schedule": "1f1b", "automatic_optimization": True},
+            {"overlap_schedule": "two_batch", "automatic_optimization": False, "batch_size": 2},
+        ),
     ),
     "overlap-one-connection": Case(
         {"cuda_device_max_connections": 1},
@@ -258,6 +266,11 @@ CASES = {
         GRAPHS | {"output_router_logits": True},
         (GRAPHS | {"output_router_logits": False}, {"output_router_logits": True}),
     ),
+    "checkpoint-dir-remote": Case(
+        {"checkpoint_dir": "s3://bucket/run"},
+        tuple({"checkpoint_dir": path} for path in ("/data/run", "s3/run", "runs/3:/x", "C:/runs", None)),
+    ),
+    "checkpoint-io": Case({"checkpoint_io": "AsyncCheckpointIO"}, ({"checkpoint_io": None},)),
     "no-other-dispatchers": Case(
         {"moe_token_dispatcher_type": "allgather", "overlap_moe_expert_parallel_comm": False},
         ({"moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": False},),
@@ -312,6 +325,10 @@ EVERYTHING = (
         gpu_name="Tesla V100",
         gpu_capability=(7, 0),
         cuda_device_max_connections=1,
+        overlap_schedule="1f1b",
+        automatic_optimization=False,
+        checkpoint_dir="gs://bucket/run",
+        checkpoint_io="AsyncCheckpointIO",
     ),
     dict(
         expert_model_parallel_size=1,

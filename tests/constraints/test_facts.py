@@ -8,9 +8,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from lightning_ep import EPOverlapStrategy
 from lightning_ep.config import EPConfig
 from lightning_ep.constraints import check, gather_facts
 from lightning_ep.facts import Facts, batch_facts, capability, hardware_facts, parse_fact, state_facts
@@ -176,6 +181,51 @@ def test_trainer_facts_need_no_process_group() -> None:
     assert (facts.batch_size, facts.tokens_per_rank) == (2, 64)
     assert facts.torch_version == torch.__version__
     assert facts.gpu_name is None
+
+
+class OwnIO(TorchCheckpointIO):
+    """Of the user."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({}, {}),
+        ({"enable_checkpointing": False, "default_root_dir": "memory://run"}, {}),
+        ({"default_root_dir": "memory://run"}, {"checkpoint_dir": ("memory://run", "default_root_dir of the Trainer")}),
+        ({"callbacks": [ModelCheckpoint(dirpath="memory://run")]},
+         {"checkpoint_dir": ("memory://run", "dirpath of ModelCheckpoint")}),
+        # One of two is enough, and a dirpath of its own spares a callback the default.
+        ({"callbacks": [ModelCheckpoint(dirpath="here"), OnExceptionCheckpoint("memory://run")]},
+         {"checkpoint_dir": ("memory://run", "dirpath of OnExceptionCheckpoint")}),
+        ({"callbacks": [ModelCheckpoint(dirpath="here")], "default_root_dir": "memory://run"}, {}),
+        ({"logger": CSVLogger("memory://logs")}, {"checkpoint_dir": ("memory://logs", "save_dir of CSVLogger")}),
+        ({"logger": CSVLogger("logs"), "default_root_dir": "memory://run"}, {}),
+        ({"plugins": [AsyncCheckpointIO()]}, {"checkpoint_io": ("AsyncCheckpointIO", "in plugins of the Trainer")}),
+        ({"plugins": [OwnIO()]}, {"checkpoint_io": ("OwnIO", "in plugins of the Trainer")}),
+        ({"plugins": [TorchCheckpointIO()]}, {}),
+        ({"strategy": EPOverlapStrategy(checkpoint_io=OwnIO())}, {"checkpoint_io": ("OwnIO", "in plugins of the Trainer")}),
+    ],
+)  # fmt: skip
+def test_where_checkpoints_would_go(arguments: dict[str, Any], found: dict[str, tuple[str, str]]) -> None:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(**quiet | arguments)
+    facts = gather_facts(EPConfig(), trainer)
+    violated = {"checkpoint_dir": "checkpoint-dir-remote", "checkpoint_io": "checkpoint-io"}
+    assert {v.id for v in check(facts)} & set(violated.values()) == {violated[name] for name in found}
+    for name, (value, origin) in found.items():
+        assert (getattr(facts, name), facts.origins[name]) == (value, origin)
+    trainer.state.fn = TrainerFn.VALIDATING  # saves nothing
+    assert gather_facts(EPConfig(), trainer).checkpoint_dir is None
+
+
+def test_manual_optimization_is_seen() -> None:
+    module = pl.LightningModule()
+    assert facts_of(module).automatic_optimization is True
+    module.automatic_optimization = False
+    facts = facts_of(module, overlap_moe_expert_parallel_comm=True, overlap_schedule="1f1b")
+    assert "overlap-1f1b-manual" in {v.id for v in check(facts)}
+    assert facts_of(nn.Linear(1, 1)).automatic_optimization is None
 
 
 def test_batch_facts_take_only_sizes() -> None:

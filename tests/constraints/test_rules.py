@@ -114,6 +114,7 @@ def test_the_message_names_argument_value_and_place() -> None:
     assert "num_moe_experts=60 (n_routed_experts of DeepseekV3Config), expert_model_parallel_size=8" in str(
         caught.value
     )
+    assert "symptom" not in str(caught.value) and "otherwise: an error while the experts are cut" in str(caught.value)
     located = caught.value.located({"expert_model_parallel_size": "run.yaml: trainer.strategy.init_args.x"})
     assert "expert_model_parallel_size=8 (run.yaml: trainer.strategy.init_args.x)" in str(located)
     assert "(n_routed_experts of DeepseekV3Config)" in str(located)

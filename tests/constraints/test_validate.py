@@ -95,6 +95,51 @@ def test_a_good_config_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert check(capsys, write(tmp_path, {"fit": GOOD})) == (0, [])
 
 
+def test_a_good_config_says_what_it_comes_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, GOOD)
+    assert main(["--config", path]) == 0
+    line = "ep_overlap: schedule 1f1b (accumulate_grad_batches=8); dispatcher alltoall; expert wgrad in the backward; EP 8 x EDP 3"
+    assert capsys.readouterr().out.splitlines() == [f"{path}: ok", line]
+    facts = ["delay_wgrad_compute=true", "accumulate_grad_batches=1", "batch_size=2", "world_size=none"]
+    assert main(["--config", path, *(f"--fact={fact}" for fact in facts)]) == 0
+    line = "ep_overlap: schedule two_batch (no accumulation that pairs micro-batches); dispatcher alltoall; expert wgrad delayed; EP 8"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert main(["--config", path, "--fact=num_moe_experts=12"]) == 1
+    assert "ep_overlap:" not in capsys.readouterr().out
+    assert main(["--config", write(tmp_path, {"trainer": {}})]) == 0  # a warning: Lightning's own strategy
+    assert "ep_overlap:" not in capsys.readouterr().out
+
+
+SAVES_TO_S3 = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "s3://bucket/run"}}
+LOGS_TO_GS = {"class_path": "CSVLogger", "init_args": {"save_dir": "gs://bucket/logs"}}
+ASYNC = {"class_path": "lightning.pytorch.plugins.AsyncCheckpointIO"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "cause"),
+    [
+        ({"callbacks": [SAVES_TO_S3]}, "checkpoint_dir='s3://bucket/run' ({path}: trainer.callbacks.init_args.dirpath)"),
+        ({"callbacks": SAVES_TO_S3 | {"class_path": "ModelCheckpoint"}}, "checkpoint_dir='s3://bucket/run'"),
+        ({"default_root_dir": "gs://bucket"}, "checkpoint_dir='gs://bucket' ({path}: trainer.default_root_dir)"),
+        ({"logger": [LOGS_TO_GS], "default_root_dir": "/data"},
+         "checkpoint_dir='gs://bucket/logs' ({path}: trainer.logger.init_args.save_dir)"),
+        ({"plugins": [ASYNC]}, "checkpoint_io='AsyncCheckpointIO' ({path}: trainer.plugins)"),
+        ({"plugins": "AsyncCheckpointIO"}, "checkpoint_io='AsyncCheckpointIO'"),
+        ({"default_root_dir": "gs://bucket", "enable_checkpointing": False}, ""),
+        ({"default_root_dir": "gs://bucket", "callbacks": [SAVES_TO_S3 | {"init_args": {"dirpath": "/data"}}]}, ""),
+        ({"plugins": ["TorchCheckpointIO"], "logger": False, "callbacks": ["RichProgressBar"]}, ""),
+    ],
+)  # fmt: skip
+def test_checkpoints_that_cannot_be_written(
+    trainer: dict[str, Any], cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, GOOD | {"trainer": GOOD["trainer"] | trainer})
+    code, violations = check(capsys, path)
+    causes = [found["cause"] for found in violations]
+    assert (code, len(causes)) == ((1, 1) if cause else (0, 0))
+    assert not cause or cause.format(path=path) in causes[0]
+
+
 def test_the_projects_own_configs_pass(capsys: pytest.CaptureFixture[str]) -> None:
     for path in sorted((ROOT / "configs").glob("**/*.yaml")):
         assert main(["--config", str(path)]) == 0, f"{path}\n{capsys.readouterr().out}"
@@ -229,7 +274,12 @@ def test_unreadable_files(document: str, message: str, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("num_expert=8", "did you mean 'num_moe_experts'?"),
+        (
+            "num_expert=8",
+            "unknown fact 'num_expert'; did you mean 'num_moe_experts'? All facts: lightning-ep validate --help",
+        ),
+        ("backend=deepep", "did you mean 'moe_flex_dispatcher_backend'?"),
+        ("zzz=1", "unknown fact 'zzz'; the facts are expert_model_parallel_size, "),
         ("world_size", "expected NAME=VALUE"),
         ("world_size=many", "world_size='many' is no value of this fact; expected int"),
         ("origins=x", "unknown fact 'origins'"),

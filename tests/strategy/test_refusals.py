@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
-from lightning_ep import EPOverlapStrategy
+from lightning_ep import EPOverlapStrategy, consolidate_checkpoint, load_full_state_dict
+from lightning_ep.rule import ConfigurationError
 from tests.distributed import run_distributed
 from tests.strategy.toy import (
     HIDDEN,
@@ -81,6 +84,52 @@ def refused(make: type[ToyModule]) -> str:
 def test_refused_on_all_ranks(make: type[ToyModule]) -> None:
     for message in run_distributed(refused, 2, make):
         assert re.search(REFUSED[make], message), message
+
+
+class Untrained(ToyModule):
+    def training_step(self, batches: list[Batch], batch_idx: int) -> None:
+        raise AssertionError("trained before it was refused")
+
+
+def refused_to_save(arguments: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        make_trainer(2, {}, **arguments).fit(Untrained(), loader(2, 2, dist.get_rank()))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"default_root_dir": "memory://run"}, "checkpoint_dir='memory://run' (default_root_dir of the Trainer)"),
+        (
+            {"callbacks": [ModelCheckpoint("memory://run")]},
+            "checkpoint_dir='memory://run' (dirpath of ModelCheckpoint)",
+        ),
+        ({"plugins": [AsyncCheckpointIO()]}, "checkpoint_io='AsyncCheckpointIO' (in plugins of the Trainer)"),
+    ],
+    ids=["default_root_dir", "dirpath", "plugin"],
+)
+def test_checkpoints_that_cannot_be_written_are_refused_before_training(arguments: dict, words: str) -> None:
+    for message in run_distributed(refused_to_save, 2, {"enable_checkpointing": True, **arguments}):
+        assert words in message and message.count("otherwise:") == 1
+        assert ("on a file system that all ranks share" in message) == ("checkpoint_dir" in words)
+
+
+def load_remote() -> list[str]:
+    said = []
+    for load in (
+        lambda: make_trainer(2, {}).fit(Untrained(), loader(2, 2, dist.get_rank()), ckpt_path="memory://run/last.ckpt"),
+        lambda: load_full_state_dict("memory://run/last.ckpt"),
+        lambda: consolidate_checkpoint("memory://run/last.ckpt", "here.ckpt"),
+    ):
+        with pytest.raises(ValueError, match=r"'memory://run/last\.ckpt' is remote; use a directory") as error:
+            load()
+        said.append(str(error.value))
+    return said
+
+
+def test_remote_checkpoints_are_not_read_either() -> None:
+    assert all(len(said) == 3 for said in run_distributed(load_remote, 2))
 
 
 @pytest.mark.parametrize(
