@@ -196,9 +196,10 @@ class EPOverlapStrategy(GuardedStrategy):
         if not self._is_described:
             rank_zero_info(self.parallel.describe())
         super().setup(trainer)
-        if not self._is_fitting():  # Lightning made the dense parameters equal
+        if self._is_fitting():
+            check_optimizers(self.optimizers, self.parallel.model)
+        else:  # Lightning made the dense parameters equal
             self.parallel.sync_expert_replicas()
-        check_optimizers(self.optimizers, self.parallel.model)
 
     def configure_ddp(self) -> None:
         """Fitting: no DDP wrapper, whose hooks know nothing of two passes in flight; one reducer for all parameters."""
