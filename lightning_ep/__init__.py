@@ -4,10 +4,14 @@ Importing the package needs no optional dependency, touches no GPU and prints no
 loaded on first use; the strategy registers itself for ``Trainer(strategy="ep_overlap")``.
 """
 
+import sys
 from importlib import import_module
-from typing import Any
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
-from lightning_ep.strategy import EPOverlapStrategy
+# Lightning takes seconds to import; the command `lightning-ep` waits for it only where it trains.
+if TYPE_CHECKING or [PurePath(program).stem for program in sys.argv[:1]] != ["lightning-ep"]:
+    from lightning_ep.strategy import EPOverlapStrategy
 
 __version__ = "0.1.0"
 
@@ -27,6 +31,6 @@ __all__ = ["EPOverlapStrategy", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(import_module(_LAZY.get(name, "lightning_ep.strategy")), name)
