@@ -72,7 +72,7 @@ class Violation:
         return replace(self, given=given)
 
     def __str__(self) -> str:
-        return f"[{self.id}] {self.cause}\n    otherwise: {self.symptom}\n    fix:       {self.fix}"
+        return f"[{self.id}] {self.cause}\n    fix:       {self.fix}\n    otherwise: {self.symptom}"
 
 
 class ConfigurationError(ValueError):

@@ -34,6 +34,7 @@ from lightning_ep.facts import Facts, gather_facts
 from lightning_ep.gradients import AgreeingGradScaler, GradientReducer, global_grad_norm
 from lightning_ep.graphs.dense import DenseGraphs
 from lightning_ep.graphs.recorder import CudaRecorder, Recorder
+from lightning_ep.guards.failure import left_where_it_is
 from lightning_ep.guards.loaders import UnevenData
 from lightning_ep.guards.strategy import GuardedStrategy
 from lightning_ep.mesh import ExpertMesh, build_mesh
@@ -383,7 +384,8 @@ class EPOverlapStrategy(GuardedStrategy):
             self._graphs = None
         if self.parallel is not None and self._may_close:
             self.parallel.close()
-        super().teardown()
+        with left_where_it_is(self.lightning_module):
+            super().teardown()
 
     def _forget_unfinished(self) -> None:
         """A backward whose partner never came, weight gradients of a backward that failed: never carried on."""

@@ -124,7 +124,7 @@ def _show(path: str, ok: bool, violations: list[Violation]) -> None:
         table.add_column("severity", no_wrap=True)
         table.add_column("what, why, and what to do")
         for found in violations:
-            text = f"{found.cause}\n[dim]otherwise:[/dim] {escape(found.symptom)}\n[dim]fix:[/dim]       {escape(found.fix)}"
+            text = f"{found.cause}\n[dim]fix:[/dim]       {escape(found.fix)}\n[dim]otherwise:[/dim] {escape(found.symptom)}"
             text = text.replace(found.cause, escape(found.cause), 1)
             style = "red" if found.severity == "error" else "yellow"
             table.add_row(found.id, f"[{style}]{found.severity}[/{style}]", text)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
+from torch import nn
 
 
 class PeerError(RuntimeError):
@@ -71,3 +74,17 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, PeerError | dist.DistError):
         return True
     return isinstance(error, RuntimeError | ValueError) and bool(_COMMUNICATION.search(str(error)))
+
+
+@contextmanager
+def left_where_it_is(module: nn.Module | None) -> Generator[None, None, None]:
+    """Lightning ends by moving the model to the CPU. After a set-up that failed before there were weights that would
+    fail too, and hide why."""
+    hollow = module is not None and any(t.is_meta for t in [*module.parameters(), *module.buffers()])
+    if hollow:
+        module.cpu = lambda: module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if hollow:
+            del module.cpu
