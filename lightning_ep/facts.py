@@ -74,6 +74,7 @@ class Facts:
 
     # Versions; ABSENT when known not to be installed.
     torch_version: str | None = None
+    transformers_version: str | None = None  # of a Hugging Face model alone
     te_version: str | None = None
     deep_ep_version: str | None = None
     hybrid_ep_version: str | None = None

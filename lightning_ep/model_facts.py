@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_ep import imports
 from lightning_ep.experts.interface import inspect_experts
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
@@ -61,6 +62,7 @@ def model_facts(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     if (config := _config(model)) is not None:
         for name, (value, attribute) in config_facts(config).items():
             facts[name], origins[name] = value, f"{attribute} of {type(config).__name__}"
+        facts["transformers_version"] = imports.version("transformers")
     experts = dict(_experts(model))
     if experts and "num_moe_experts" not in facts:
         facts["num_moe_experts"] = gcd(*experts.values())

@@ -62,6 +62,16 @@ OVERLAP = (
         CORE,
     ),
     Rule(
+        "transformers-version",
+        "error",
+        ("transformers_version",),
+        lambda f: older(f.transformers_version, "5.21.0"),
+        "experts that run one after the other instead of in one grouped GEMM, and an export that fails",
+        "from transformers 5.21 on experts say how their weights are laid out in the way that is read here",
+        "pip install 'transformers>=5.21'",
+        "lightning_ep",
+    ),
+    Rule(
         "overlap-dispatcher",
         "error",
         ("moe_token_dispatcher_type", "overlap_moe_expert_parallel_comm"),

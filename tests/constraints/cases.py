@@ -26,6 +26,7 @@ GOOD = Facts(
     num_nodes=3,
     accelerator="cuda",
     torch_version="2.6.0",
+    transformers_version="5.24.0",
     te_version="2.12.0",
     deep_ep_version="1.2.1",
     hybrid_ep_version="1.2.1",
@@ -56,6 +57,10 @@ CASES = {
     "overlap-needs-experts": Case({"num_moe_experts": 1}, ({"num_moe_experts": 2},), ("experts-divisible",)),
     "experts-divisible": Case({"num_moe_experts": 60}, ({"num_moe_experts": 8}, {"num_moe_experts": 16})),
     "world-divisible": Case({"world_size": 28}, ({"world_size": 8}, {"world_size": 16})),
+    "transformers-version": Case(
+        {"transformers_version": "5.20.2"},
+        tuple({"transformers_version": version} for version in ("5.21.0", "5.21.0.dev0", "6.0.0", None)),
+    ),
     "overlap-dispatcher": Case(
         {"moe_token_dispatcher_type": "allgather"}, ({"moe_token_dispatcher_type": "alltoall"}, flex("deepep"))
     ),
@@ -329,6 +334,7 @@ EVERYTHING = (
         automatic_optimization=False,
         checkpoint_dir="gs://bucket/run",
         checkpoint_io="AsyncCheckpointIO",
+        transformers_version="5.17.0",
     ),
     dict(
         expert_model_parallel_size=1,

@@ -56,6 +56,7 @@ def test_qwen2_moe_has_a_shared_expert_and_a_qkv_bias() -> None:
     assert facts.moe_shared_expert_intermediate_size == 24
     assert (facts.add_qkv_bias, facts.add_bias_linear) == (True, False)
     assert facts.origins["num_moe_experts"] == "num_experts of Qwen2MoeConfig"
+    assert facts.transformers_version == transformers.__version__
     assert facts.origins["add_qkv_bias"] == "model.layers.0.self_attn.q_proj has a bias"
     assert facts_of(qwen2_moe(qkv_bias=False)).add_qkv_bias is False
 
@@ -144,6 +145,7 @@ def test_a_module_without_weights_shows_its_config() -> None:
 
 def test_nothing_is_known_of_an_empty_module() -> None:
     facts = facts_of(pl.LightningModule())
+    assert facts.transformers_version is None  # installed, and not used
     assert facts.num_moe_experts is None and facts.add_qkv_bias is None and facts.recomputed_layers is None
 
 
