@@ -22,7 +22,8 @@ def checkpoint_facts(trainer: Any) -> tuple[dict[str, Any], dict[str, str]]:
         logger = trainer.logger
         # Where Lightning puts checkpoints of a callback without dirpath.
         implied = (trainer.default_root_dir, "default_root_dir of the Trainer")
-        if logger is not None and logger.save_dir is not None:
+        # The default logger only hands default_root_dir on.
+        if logger is not None and logger.save_dir not in (None, trainer.default_root_dir):
             implied = (logger.save_dir, f"save_dir of {type(logger).__name__}")
         directories = [
             (callback.dirpath, f"dirpath of {type(callback).__name__}")

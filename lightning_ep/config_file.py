@@ -200,11 +200,11 @@ def _is_ours(strategy: str) -> bool:
 
 
 def _is_a(class_path: str | None, base: type) -> bool:
-    """Whether a class path leads to a `base`; one that cannot be imported here does not."""
+    """Whether a class path leads to a `base`; one whose package is not here, or does not import here, does not."""
     try:
         with _working_directory_importable():
             found = import_object(class_path or "")
-    except (ImportError, ValueError, AttributeError):
+    except Exception:
         return False
     return isinstance(found, type) and issubclass(found, base)
 

@@ -195,6 +195,8 @@ class OwnIO(TorchCheckpointIO):
         ({}, {}),
         ({"enable_checkpointing": False, "default_root_dir": "memory://run"}, {}),
         ({"default_root_dir": "memory://run"}, {"checkpoint_dir": ("memory://run", "default_root_dir of the Trainer")}),
+        ({"default_root_dir": "memory://run", "logger": True},
+         {"checkpoint_dir": ("memory://run", "default_root_dir of the Trainer")}),
         ({"callbacks": [ModelCheckpoint(dirpath="memory://run")]},
          {"checkpoint_dir": ("memory://run", "dirpath of ModelCheckpoint")}),
         # One of two is enough, and a dirpath of its own spares a callback the default.
