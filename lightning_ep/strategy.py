@@ -152,7 +152,7 @@ class EPOverlapStrategy(GuardedStrategy):
     def _cut(self, required: bool = False) -> None:
         """Leave this rank's experts of what exists of the model; who copies it from now on copies only them."""
         assert self.parallel is not None
-        enforce(self._facts())
+        enforce(self._facts())  # again: Lightning calls configure_model after the groups exist
         self.parallel.shard(required)
         self.parallel.materialize(self.root_device)
 
