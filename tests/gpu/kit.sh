@@ -49,7 +49,9 @@ shared() { # everything that prepare.sh gathers, once for all parts
 
 make_part() { # make_part NAME DIR: fill DIR, which is empty
   case $1 in
-    comm | py | te | deepep) shared && cp "$tmp/shared/$1"/* "$2" ;;
+    comm | py | te | deepep)
+      shared # not `shared && cp`: that would ignore its errors
+      cp "$tmp/shared/$1"/* "$2" ;;
     hf) get "$2" "$(pinned transformers)" ;;
     hybridep)
       [ -f "${HYBRIDEP_WHEEL:-}" ] || fail "HYBRIDEP_WHEEL='${HYBRIDEP_WHEEL:-}' is no file. No registry has HybridEP:" \
