@@ -26,7 +26,7 @@ from rich.table import Table
 
 from lightning_ep import imports
 from lightning_ep.flex import gpus_of, supports
-from lightning_ep.libraries import LIBRARIES, Library, absent, ibgda, installed
+from lightning_ep.libraries import LIBRARIES, Library, absent, ibgda, installed, nvcc_missing
 
 # Importing Transformer Engine or DeepEP for the first time reads gigabytes.
 PROBE_TIMEOUT = 120
@@ -154,6 +154,8 @@ def _flex(backend: str, library: Finding, gpus: list[dict[str, Any]]) -> Finding
         reasons.append(f"no GPU; needs {gpus_of(backend)}")
     elif wrong := [gpu["name"] for gpu in gpus if not supports(backend, gpu["name"], tuple(gpu["capability"]))]:
         reasons.append(f"{wrong[0]} does not run it; needs {gpus_of(backend)}")
+    elif backend == "hybridep" and (missing := nvcc_missing()):
+        reasons.append(f"{missing}, which compiles its kernels; set CUDA_HOME to the folder of CUDA")
     return Finding(not reasons, library.found, "; ".join(reasons))
 
 

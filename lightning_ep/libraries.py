@@ -126,3 +126,25 @@ def require_ibgda() -> None:
             "reboot, or set NVSHMEM_IBGDA_NIC_HANDLER=cpu, keep expert_model_parallel_size within a node, or set "
             "moe_token_dispatcher_type='alltoall'"
         )
+
+
+def nvcc_missing() -> str:
+    """Why HybridEP cannot compile its kernels, which it does in the first step, or ""."""
+    home = os.environ.get("CUDA_HOME")
+    if os.access(f"{home or ''}/bin/nvcc", os.X_OK):
+        return ""
+    return f"CUDA_HOME={home} has no bin/nvcc"
+
+
+def require_nvcc() -> None:
+    """HybridEP: refuse an environment without the compiler for its kernels.
+
+    Raises:
+        LibraryError: `$CUDA_HOME/bin/nvcc`, the only one that it looks for, is none.
+    """
+    if missing := nvcc_missing():
+        raise LibraryError(
+            "HybridEP cannot be used. Looked for: $CUDA_HOME/bin/nvcc, with which it compiles its kernels in the first "
+            f"step. Found: {missing}. Fix: set CUDA_HOME to the folder of CUDA {torch.version.cuda} (often "
+            "/usr/local/cuda), or set moe_token_dispatcher_type='alltoall'"
+        )

@@ -39,26 +39,29 @@ class HybridEPGroup:
         num_sms: multiprocessors that an exchange occupies.
 
     Raises:
-        LibraryError: HybridEP is missing or cannot be used.
+        LibraryError: HybridEP is missing or cannot be used, or there is no compiler for its kernels.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, num_sms: int = 16) -> None:
+        self._class = libraries.load(libraries.HYBRIDEP).HybridEPBuffer
+        if device.type == "cuda":
+            libraries.require_nvcc()
         self.group, self.transport, self.num_sms = group, GroupTransport(group), num_sms
         self.size, self.rank, self.lanes = self.transport.size, self.transport.rank, Lanes(device)
-        self._class = libraries.load(libraries.HYBRIDEP).HybridEPBuffer
         self._capacity = (0, 0, 0)  # hidden size, tokens of a rank, experts of a rank
-        self._buffer: Any = None
+        self._buffers: list[Any] = []  # the last is the largest
 
     def buffer(self, hidden: int, tokens: int, num_local: int) -> Any:
         """The buffer, with room for as much on every rank. Collective where it has to grow.
 
-        Exchanges that began before keep the smaller one. Growing compiles kernels, so it goes in large steps.
+        Smaller ones stay for the exchanges that began with them, until `close`: a rank that freed its own could do so
+        while another's kernel still polls it. Growing compiles kernels, so it goes in large steps.
         """
         wanted = (hidden, _rounded(tokens), num_local)
         if any(want > have for want, have in zip(wanted, self._capacity, strict=True)):
-            self._capacity = hidden, tokens, num_local = tuple(map(max, wanted, self._capacity))
+            capacity = hidden, tokens, num_local = tuple(map(max, wanted, self._capacity))
             try:
-                self._buffer = self._class(
+                buffer = self._class(
                     group=self.group,
                     hidden_dim=hidden,
                     max_num_of_tokens_per_rank=tokens,
@@ -69,18 +72,21 @@ class HybridEPGroup:
             except RuntimeError as error:
                 raise RuntimeError(
                     f"HybridEP refuses a buffer for {tokens} tokens of {hidden} and {num_local} experts on each of "
-                    f"{self.size} ranks: {error}. Across NVLink domains 3 x tokens + 1 stays below 65,536: lower the "
-                    "batch size or the sequence length, or set moe_token_dispatcher_type='alltoall'"
+                    f"{self.size} ranks: {error} It needs a multiple of 4 experts in each NVLink domain and, across "
+                    "domains, 3 x tokens + 1 below 65,536: lower the batch size or the sequence length, or set "
+                    "moe_token_dispatcher_type='alltoall'"
                 ) from error
-        return self._buffer
+            self._buffers.append(buffer)
+            self._capacity = capacity
+        return self._buffers[-1]
 
     def close(self) -> None:
-        """Give the buffer back, when all ranks are done with it. Collective; not after a failure."""
-        if self._buffer is not None:
+        """Give the buffers back, when all ranks are done with them. Collective; not after a failure."""
+        if self._buffers:
             if self.lanes.device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier(self.group)
-            self._buffer, self._capacity = None, (0, 0, 0)
+            self._buffers, self._capacity = [], (0, 0, 0)
 
 
 def _rounded(tokens: int) -> int:

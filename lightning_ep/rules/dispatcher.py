@@ -6,8 +6,8 @@ from lightning_ep.facts import ABSENT, Facts, capability
 from lightning_ep.flex import BACKENDS, gpus_of, supports
 from lightning_ep.rule import CORE, Rule, older, te_experts
 
-# HybridEP's queue pairs hold 3 x tokens + 1 requests, and InfiniBand's limit is 65,535.
-_HYBRIDEP_REQUESTS = 65_536
+# HybridEP's queue pairs hold 3 x tokens + 1 requests, fewer than 65,536; it counts tokens in blocks of 64.
+_HYBRIDEP_TOKENS = 21_824
 
 
 def _flex(f: Facts, backend: str) -> bool:
@@ -45,9 +45,10 @@ DISPATCHER = (
         "hybridep-token-limit",
         "error",
         ("tokens_per_rank", "expert_model_parallel_size", "num_nodes", "world_size"),
-        lambda f: _flex(f, "hybridep") and _across_nodes(f) and 3 * (f.tokens_per_rank or 0) + 1 >= _HYBRIDEP_REQUESTS,
+        lambda f: _flex(f, "hybridep") and _across_nodes(f) and (f.tokens_per_rank or 0) > _HYBRIDEP_TOKENS,
         "all ranks abort: Assertion `tx_depth > 0 && tx_depth < 65536' failed",
-        "across nodes HybridEP needs 3 x tokens + 1 below 65,536, so at most 21,844 tokens a rank and micro-batch",
+        "across nodes HybridEP needs 3 x tokens + 1 below 65,536, tokens in blocks of 64: at most 21,824 a rank and "
+        "micro-batch",
         "lower the batch size or the sequence length and raise accumulate_grad_batches",
         "Megatron-LM issue 3999",
     ),

@@ -217,12 +217,12 @@ CASES = {
     "flex-needs-backend": Case(flex(None), (flex("deepep"), flex("hybridep"))),
     "backend-not-active": Case({"moe_flex_dispatcher_backend": "deepep"}, (flex("deepep"),)),
     "hybridep-token-limit": Case(
-        flex("hybridep", tokens_per_rank=21_845, expert_model_parallel_size=16, world_size=48, num_nodes=6),
+        flex("hybridep", tokens_per_rank=21_825, expert_model_parallel_size=16, world_size=48, num_nodes=6),
         (
-            flex("hybridep", tokens_per_rank=21_844, expert_model_parallel_size=16, world_size=48, num_nodes=6),
+            flex("hybridep", tokens_per_rank=21_824, expert_model_parallel_size=16, world_size=48, num_nodes=6),
             # One node an expert-parallel group: no network, no limit.
-            flex("hybridep", tokens_per_rank=21_845, expert_model_parallel_size=8, world_size=48, num_nodes=6),
-            flex("deepep", tokens_per_rank=21_845, expert_model_parallel_size=16, world_size=48, num_nodes=6),
+            flex("hybridep", tokens_per_rank=21_825, expert_model_parallel_size=8, world_size=48, num_nodes=6),
+            flex("deepep", tokens_per_rank=21_825, expert_model_parallel_size=16, world_size=48, num_nodes=6),
         ),
     ),
     "deepep-gpu": Case(

@@ -72,9 +72,19 @@ def test_a_probe_that_ends_early() -> None:
         ("deepep", [H100], False, False, "broken"),
     ],
 )
-def test_a_backend_needs_library_and_gpu(backend: str, gpus: list, works: bool, usable: bool, reason: str) -> None:
+def test_a_backend_needs_library_and_gpu(
+    backend: str, gpus: list, works: bool, usable: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "nvcc_missing", lambda: "")
     finding = Finding(True, "1.2.1") if works else Finding(False, "1.2.1", "broken")
     assert doctor._flex(backend, finding, gpus) == Finding(usable, "1.2.1", reason)
+
+
+def test_hybridep_needs_a_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    found = doctor._flex("hybridep", Finding(True, "1.2.1"), [GB200])
+    assert not found.usable and "CUDA_HOME=/nowhere has no bin/nvcc" in found.reason
+    assert doctor._flex("deepep", Finding(True, "1.2.1"), [H100]).usable
 
 
 def test_devices_of_the_kernel(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 # Source this on a GPU machine to run several ranks on one GPU:  . tests/gpu/one_gpu.sh KIT_DIR
 #
-# KIT_DIR holds what the machine lacks: */*.whl are put on PYTHONPATH, comm/libnccl.so.2.gz is an NCCL (>= 2.30) that
-# lets ranks share a GPU. `on_one_gpu N CMD...` runs CMD as N ranks under MPS, with few channels, so that the ranks'
-# kernels fit beside each other.
+# KIT_DIR (kit.sh makes it) holds what the machine lacks: */*.whl are put on PYTHONPATH, comm/libnccl.so.2.gz is an
+# NCCL (>= 2.30) that lets ranks share a GPU. `on_one_gpu N CMD...` runs CMD as N ranks under MPS, with few channels, so
+# that the ranks' kernels fit beside each other.
 kit=${1:?usage: . one_gpu.sh KIT_DIR}
 mkdir -p /tmp/kit/site /tmp/kit/nccl /tmp/mps /tmp/mps-log
 [ -f "$kit/comm/libnccl.so.2.gz" ] && gunzip -c "$kit/comm/libnccl.so.2.gz" > /tmp/kit/nccl/libnccl.so.2
