@@ -71,6 +71,7 @@ def _serve() -> Callable[[], Any] | None:
     import tests.faults.ranks  # noqa: F401
 
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in what they start in the background
     os.dup2(2, 1)  # whatever imports print must not get between the answers
     while True:
         try:

@@ -153,6 +153,7 @@ def trainer(timeout: float = 5, ep_size: int | None = None, **options: Any) -> p
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.(fabric|pytorch)")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("default", message=r"ranks? .* training batches")  # ours
     world_size = int(os.environ["WORLD_SIZE"])
     strategy_options = options.pop("strategy", {})
     return pl.Trainer(**{
@@ -182,6 +183,7 @@ def fit(fault: Fault | None = None, batches: Any = 6, lm: type[FaultyLM] = Fault
     callbacks: list[pl.Callback] = [FaultyCallback(module.fault)]
     checkpoints = Path(os.environ["FAULT_FOLDER"], "checkpoints")
     if take("on_exception", False):
+        options["enable_checkpointing"] = True
         callbacks.append(OnExceptionCheckpoint(checkpoints))
     if saving := take("saving", {}):
         options["enable_checkpointing"] = True
