@@ -1,5 +1,6 @@
 """Guards against what makes a distributed job wait forever; one file a guard, called from `GuardedStrategy`'s hooks.
 
+attempt.py     torchrun starts all ranks again
 handshake.py   ranks were started with different code, options or models
 loaders.py     ranks have different numbers of batches
 serving.py     ranks without a batch take part in the others' exchanges

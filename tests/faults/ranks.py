@@ -180,10 +180,16 @@ class SizedBatches(torch.utils.data.Dataset):
 
 
 class Remembering:
-    """A loader that knows its place, so that a resumed run sees what it would have seen."""
+    """A loader that knows its place, so that a resumed run sees what it would have seen.
+
+    With a length: Lightning takes one batch ahead from a loader without, and saves the place after that.
+    """
 
     def __init__(self, count: int) -> None:
         self.count, self.given, self.start = count, 0, 0
+
+    def __len__(self) -> int:
+        return self.count
 
     def __iter__(self):
         self.given, self.start = self.start, 0
