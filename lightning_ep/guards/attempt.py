@@ -38,7 +38,7 @@ def _name_it(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     deadline = time.monotonic() + timeout.total_seconds()
     while missing:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{naming(sorted(missing))} did not start within {timeout.total_seconds():.0f} s")
+            raise RuntimeError(f"{naming(sorted(missing))} did not start within {timeout.total_seconds():g} s")
         for rank in sorted(missing):
             if store.check([f"hello/{rank}"]) and (word := store.get(f"hello/{rank}").decode()) != words.get(rank):
                 words[rank] = word
@@ -55,7 +55,7 @@ def _learn_name(store: dist.Store, rank: int, timeout: timedelta) -> str:
     try:
         store.wait([f"welcome/{word}"], timeout)
     except dist.DistError as error:
-        raise RuntimeError(f"rank 0 did not start within {timeout.total_seconds():.0f} s") from error
+        raise RuntimeError(f"rank 0 did not start within {timeout.total_seconds():g} s") from error
     name = store.get(f"welcome/{word}").decode()
     store.set(f"here/{name}/{rank}", "")
     return name

@@ -22,6 +22,7 @@ from lightning_ep.guards.attempt import attempt_store
 from lightning_ep.guards.board import hosted_by_launcher
 from lightning_ep.guards.control import Control
 from lightning_ep.guards.failure import PeerError, described, is_communication_error
+from lightning_ep.guards.launcher import let_ranks_end
 from lightning_ep.guards.loaders import UNEVEN_DATA, UnevenData, even_loader
 from lightning_ep.guards.peers import Process
 from lightning_ep.guards.progress import progress
@@ -103,6 +104,7 @@ class GuardedStrategy(DDPStrategy):
             where=lambda: _where(trainer),
             is_ending=lambda: trainer.interrupted,
         )
+        let_ranks_end(self._watch.grace + 5)
         self._hosts.barrier()  # every rank has begun its heartbeats
 
     def setup(self, trainer: pl.Trainer) -> None:
