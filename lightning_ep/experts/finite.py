@@ -36,7 +36,10 @@ class FiniteCheck:
 
     def note(self, layer: int, out_TD: Tensor) -> None:
         """Keep the sum of what this layer's experts gave: it is finite if they are. One kernel; nobody waits."""
-        self._sums[layer] = out_TD.detach().sum(dtype=torch.float32)
+        total = self._sums.get(layer)
+        if total is None or total.device != out_TD.device:
+            total = self._sums[layer] = torch.zeros((), dtype=torch.float32, device=out_TD.device)
+        torch.sum(out_TD.detach(), (0, 1), dtype=torch.float32, out=total)
 
     def cause(self, layer: int) -> str:
         """Where NaN came from that the router of `layer` met, as far as this rank can tell; "" if it cannot.
