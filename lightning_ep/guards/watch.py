@@ -176,7 +176,7 @@ class Watch:
 
     def _named(self, ranks: list[int]) -> str:
         states = [(self.processes[r], self.processes[r].state()) for r in ranks]
-        return "; ".join(str(p) if state == "running" else f"{p}, {state}" for p, state in states)
+        return "; ".join(f"{p}, {state}" if state == "stopped" else str(p) for p, state in states)
 
     def _beat(self) -> dict[str, Any]:
         return {"count": progress.count - self._start, "place": progress.describe(), "where": self.where()}

@@ -22,7 +22,8 @@ message, the time, that no process and no shared memory is left, and that what w
 Ranks of an expert-parallel job need each other in every layer, so one that is missing, late or elsewhere would make the
 others wait forever. With `EPOverlapStrategy` such a case either works, or ends on all ranks with the cause:
 
-- A rank that **raises** tells the others; each of them raises `PeerError` with the rank and its error, and where it waited.
+- A rank that **raises** tells the others; each of them raises `PeerError` with the rank and its error, and where it
+  waited. The traceback is in the output of the rank that raised.
 - A rank that **dies** is missed by its neighbours within about a second if they are on one machine. One that is
   **stopped or hangs**, or dies on another machine, is missed after 80% of the strategy's `timeout`
   (`EPOverlapStrategy(timeout=timedelta(minutes=10))` unless you say otherwise: longer than any compile). Rows that
@@ -35,9 +36,10 @@ others wait forever. With `EPOverlapStrategy` such a case either works, or ends 
 - **Checkpoints** appear at once and whole, or not at all, and no code in them is ever executed. The tests in
   `tests/checkpoint/test_under_fire.py` kill a save at each of its steps and damage every file of a checkpoint.
 
-Seconds count from the fault to the end of the last rank, on {machine}{slack}. In the rows, rank 1 is the one that
-something happens to, unless they say another; exit codes are in order of rank, negative for a signal; pid and host are
-changed, and long messages cut.
+Measured on {machine}{slack}.
+Seconds count from the fault to the end of the last rank. Something happens to rank 1 unless a row says another; exit
+codes are in order of rank (under a launcher: its own), negative for a signal. The messages here are without pids, hosts,
+folders and tracebacks, and long ones are cut.
 """
 
 

@@ -8,7 +8,7 @@ from tests.faults.cases import Case
 from tests.faults.processes import End
 
 HEAD = "| fault | what the user sees | seconds to end | exit codes | what is kept |\n|---|---|---|---|---|"
-_LONGEST = 240
+_LONGEST = 320
 
 
 class Table:
@@ -42,8 +42,11 @@ def _seen(case: Case, ends: list[End]) -> str:
 
 def shortened(text: str) -> str:
     text = re.sub(r"\[rank\d+\]:(\[[^]]*\])? ?", "", text)
+    text = re.sub(r"^\S+\.py:\d+: (\w+Warning: )?", "", text)  # where a warning was given
     text = re.sub(r"^(\S*: )?(?:\w+\.)+(\w+(?:Error|Exception):)", r"\2", text)  # the module of an exception
     text = re.sub(r" \(\w+: \[\S*gloo.*$", "", text)  # how the connection broke
-    text = re.sub(r"pid \d+ on [^\s,;)]+", "pid 4711 on node0", text)
-    text = re.sub(r"/\S*/", "", text)
+    text = re.sub(r" The traceback of the cause is in the output of rank \d+\.", "", text)
+    text = re.sub(r"pid \d+( on [^\s,;)]+)?", r"pid 4711", text)
+    text = re.sub(r"Process \d+", "Process 4711", text)
+    text = re.sub(r"/\S*/", "", text).replace("`", "'")
     return text if len(text) <= _LONGEST else text[:_LONGEST].rsplit(" ", 1)[0] + " ..."
