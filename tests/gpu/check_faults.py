@@ -1,6 +1,6 @@
 """What docs/reliability.md promises, over NCCL: a rank that raises, dies, is stopped or gets a signal ends all, in time.
 
-on_one_gpu 1 tests/gpu/check_faults.py      two ranks on one GPU; each case is a pair of processes with a time limit
+bash tests/gpu/run.sh KIT faults            two ranks on one GPU; each case is a pair of processes with a time limit
 python tests/gpu/check_faults.py --cpu      a rehearsal over gloo
 
 Without MPS, under which a killed process may take the others with it.
