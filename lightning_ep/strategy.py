@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ep import checkpoint
+from lightning_ep.agreement import on_all_ranks
 from lightning_ep.config import EPConfig, ExpertsImplementation, OverlapSchedule
 from lightning_ep.constraints import enforce
 from lightning_ep.dense import fuse_rms_norms
@@ -356,7 +357,10 @@ class EPOverlapStrategy(GuardedStrategy):
         return checkpoint.optimizer_state(self, optimizer)
 
     def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        assert self.parallel is not None
         if not self.refuses_to_save(filepath):
+            # In the place of a good one, a spoilt one would be worse than none.
+            on_all_ranks(lambda: self.parallel.finite.refuse_nan(filepath))
             checkpoint.save(self, checkpoint_, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

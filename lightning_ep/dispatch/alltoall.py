@@ -198,11 +198,15 @@ class AllToAllExchange(Exchange):
 
 
 def refuse_ids(layer: int, num_experts: int, invalid: dict[int, int]) -> NoReturn:
-    """Say which EP ranks' routers yielded how many ids of experts that do not exist."""
-    raise RuntimeError(
-        f"MoE layer {layer}: expert ids outside [0, {num_experts}) came from the router of EP ranks {invalid} (rank: how "
-        "many). A router that yields NaN or a top-k over the wrong axis does this."
+    """Say which EP ranks' routers yielded how many slots that name no expert."""
+    raise RoutingError(
+        f"MoE layer {layer}: expert ids outside [0, {num_experts}), or weights that are not finite, came from the router "
+        f"of EP ranks {invalid} (rank: how many). A router that yields NaN or a top-k over the wrong axis does this."
     )
+
+
+class RoutingError(RuntimeError):
+    """A router named no expert. The message says in which layer and on which ranks."""
 
 
 class CountsOnTheirWay:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_ep.config import EPConfig
 from lightning_ep.dispatch import make_carrier, make_dispatcher
 from lightning_ep.dispatch.alltoall import Transport
+from lightning_ep.experts.finite import FiniteCheck
 from lightning_ep.experts.gemm import gemm_backend
 from lightning_ep.experts.interface import FoundExperts, find_experts
 from lightning_ep.experts.parallel import ExpertParallel, install, shard_experts
@@ -31,6 +32,7 @@ class ParallelModel:
         self.transport = transport or make_carrier(config, mesh)
         self.queue = WeightGradQueue(fuse=config.gradient_accumulation_fusion)
         self.queue.delay = config.delays_wgrad
+        self.finite = FiniteCheck(model)
         self.experts: list[FoundExperts] = []
 
     def shard(self, required: bool = True) -> None:
@@ -64,6 +66,7 @@ class ParallelModel:
             ),
             gemm=gemm_backend(self.config.experts_implementation),
             queue=self.queue,
+            finite=self.finite,
             force_load_balancing=self.config.moe_router_force_load_balancing,
         )
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ep.dispatch.alltoall import RoutingError
 from lightning_ep.dispatch.base import Dispatcher, combine, dispatch
 from lightning_ep.dispatch.ranges import annotate
+from lightning_ep.experts.finite import FiniteCheck, without_nonfinite
 from lightning_ep.experts.gemm import Gemm
 from lightning_ep.experts.grouped import grouped_experts
 from lightning_ep.experts.interface import ExpertsLayout, FoundExperts
@@ -37,6 +39,7 @@ class ExpertParallel:
     dispatcher: Dispatcher
     gemm: Callable[[], Gemm]  # asked in every forward
     queue: WeightGradQueue
+    finite: FiniteCheck
     force_load_balancing: bool = False
     _balanced: dict[tuple, Tensor] = field(default_factory=dict)
 
@@ -92,17 +95,26 @@ def expert_parallel_forward(
     if top_k_index.is_floating_point():
         raise ValueError(f"MoE layer {ep.layer}: expert ids are {top_k_index.dtype}; the router has to give integers")
     experts_TK = ep.balanced(top_k_index) if ep.force_load_balancing else top_k_index.long()
+    if torch.is_grad_enabled():  # NaN in padding would spoil a backward, and no evaluation
+        experts_TK = without_nonfinite(experts_TK, top_k_weights)
     x_TD = hidden_states.to(compute_dtype(hidden_states)).contiguous()
     for observe in forward_observers:
         observe(ep.layer, x_TD, experts_TK, top_k_weights)
     exchange = ep.dispatcher.route(experts_TK)
-    rows = dispatch(exchange, x_TD, top_k_weights)
+    try:
+        rows = dispatch(exchange, x_TD, top_k_weights)
+    except RoutingError as error:
+        cause = ep.finite.cause(ep.layer)
+        raise RoutingError(f"{error} Seen here: {cause}." if cause else str(error)) from None
     with annotate("ep/experts", ep.layer):
         if ep.layout is not None:
             out_PD = grouped_experts(module, ep.layout, rows, ep.gemm(), ep.layer, ep.queue)
         else:
             out_PD = _own_forward(module, ep, rows)
-    return combine(exchange, out_PD.to(x_TD.dtype)).to(hidden_states.dtype)
+    out_TD = combine(exchange, out_PD.to(x_TD.dtype))
+    if torch.is_grad_enabled():
+        ep.finite.note(ep.layer, out_TD)
+    return out_TD.to(hidden_states.dtype)
 
 
 def serve_experts(

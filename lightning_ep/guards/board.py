@@ -71,7 +71,8 @@ class Board:
         self._closing, self._done = True, done
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(2)
+            # A thread that waits for a silent store would hold up the end.
+            self._thread.join(2 if self.seconds_without_answer() <= 3 * self.interval else 0)
 
     def is_done(self, rank: int) -> bool:
         return bool(self.beats.get(rank, {}).get("done"))

@@ -21,7 +21,7 @@ class Failure:
     """The first failure of a job.
 
     Attributes:
-        ranks: who failed, died or is missing.
+        ranks: who failed, died or is missing; empty when it is nobody's fault.
         text: what happened to them, to follow "rank 1 ".
         seen_by: the rank that says so.
     """
@@ -32,7 +32,8 @@ class Failure:
 
     def message(self, place: str) -> str:
         """The error of a rank that was at `place` and did nothing wrong."""
-        text = f"{naming(self.ranks)} {self.text}. This rank was {place}."
+        who = f"{naming(self.ranks)} " if self.ranks else ""
+        text = f"{who}{self.text}. This rank was {place}."
         if self.ranks and self.seen_by in self.ranks:
             text += f" The traceback of the cause is in the output of {naming(self.ranks[:1])}."
         return text

@@ -11,15 +11,18 @@ from uuid import uuid4
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from torch import Tensor
 
 from lightning_ep.guards import handshake
 from lightning_ep.guards.agreement import SideGroup
+from lightning_ep.guards.attempt import attempt_store
+from lightning_ep.guards.board import hosted_by_launcher
 from lightning_ep.guards.control import Control
 from lightning_ep.guards.failure import PeerError, described, is_communication_error
+from lightning_ep.guards.launcher import let_ranks_end
 from lightning_ep.guards.loaders import UNEVEN_DATA, UnevenData, even_loader
 from lightning_ep.guards.peers import Process
 from lightning_ep.guards.progress import progress
@@ -70,6 +73,20 @@ class GuardedStrategy(DDPStrategy):
 
     # -- set-up
 
+    def setup_distributed(self) -> None:
+        if hosted_by_launcher() and not dist.is_initialized():
+            self.set_world_ranks()
+            cluster, rank, size = self.cluster_environment, self.global_rank, self.world_size
+            timeout = self._timeout or _NO_TIMEOUT
+            _init_dist_connection(
+                cluster,
+                self._get_process_group_backend(),
+                store=attempt_store(cluster.main_address, cluster.main_port, rank, size, timeout),
+                timeout=self._timeout,
+                device_id=self.root_device if self.root_device.type != "cpu" else None,
+            )
+        super().setup_distributed()
+
     def setup_environment(self) -> None:
         super().setup_environment()
         if dist.get_world_size() == 1:
@@ -87,6 +104,7 @@ class GuardedStrategy(DDPStrategy):
             where=lambda: _where(trainer),
             is_ending=lambda: trainer.interrupted,
         )
+        let_ranks_end(self._watch.grace + 5)
         self._hosts.barrier()  # every rank has begun its heartbeats
 
     def setup(self, trainer: pl.Trainer) -> None:

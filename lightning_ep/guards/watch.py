@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_ep.guards.board import Board, hosted_by_launcher
-from lightning_ep.guards.failure import Failure, PeerError, described
+from lightning_ep.guards.failure import Failure, PeerError, described, naming
 from lightning_ep.guards.peers import Process
 from lightning_ep.guards.progress import progress
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _PATIENCE = 0.8
 # So many heartbeats may be late before a rank is taken for dead when a connection broke, too.
 _MISSED_BEATS = 5
+_NOBODY = "the connection to another rank broke or timed out, though every rank still answers: look at the network"
 _SIGNAL = getattr(signal, "SIGRTMAX", None) or getattr(signal, "SIGUSR2", None)
 
 
@@ -92,7 +93,7 @@ class Watch:
         while self.verdict is None and time.monotonic() < deadline:
             self._changed.wait(self.interval)
         abort_communication()
-        return self.verdict or self._positions() or Failure([], "some rank broke the connection", self.rank)
+        return self.verdict or self._positions() or Failure([], _NOBODY, self.rank)
 
     def message(self) -> str:
         assert self.verdict is not None
@@ -149,16 +150,25 @@ class Watch:
             self._report(failure.ranks, failure.text)
 
     def _positions(self) -> Failure | None:
-        """The ranks that are farthest behind this one, and where they are."""
-        beats = self._board.beats
-        done = [r for r, beat in beats.items() if beat["done"]]
-        if done:
+        """The ranks that are farthest behind this one or went another way, and where they are."""
+        if done := [r for r, beat in self._board.beats.items() if beat["done"]]:
             return Failure(done, "had left the run already", self.rank)
-        counts = {r: beat["count"] for r, beat in beats.items() if beat["count"] < progress.count - self._start}
-        last = [r for r, count in counts.items() if count == min(counts.values())]
-        if not last:  # this rank waits for tokens under way, or others wait for it: they will say so
+        beats = {**self._board.beats, self.rank: self._beat()}
+        least = min(beat["count"] for beat in beats.values())
+        last = {r: beat for r, beat in sorted(beats.items()) if beat["count"] == least}
+        where = {r: beat["where"] for r, beat in last.items()}
+        if self.rank not in last:
+            text = f"did not come within {self.patience:.0f} s: it was {next(iter(where.values()))}"
+            return Failure(list(last), text, self.rank)
+        # As far as this one: at the same place, unless some rank called what the others did not.
+        places: dict[str, list[int]] = {}
+        for r, beat in last.items():
+            places.setdefault(beat["place"], []).append(r)
+        if len(places) == 1:  # this rank waits for tokens under way, or others wait for it: they will say so
             return None
-        return Failure(last, f"did not come within {self.patience:.0f} s: it was {beats[last[0]]['where']}", self.rank)
+        most, *_, fewest = sorted(places.values(), key=lambda ranks: (-len(ranks), ranks))
+        text = f"went another way: it was {where[fewest[0]]}, when {naming(most)} was {where[most[0]]}"
+        return Failure(fewest, text, self.rank)
 
     def _report(self, ranks: list[int], text: str) -> None:
         self.verdict = Failure(ranks, text, self.rank)
@@ -166,10 +176,10 @@ class Watch:
 
     def _named(self, ranks: list[int]) -> str:
         states = [(self.processes[r], self.processes[r].state()) for r in ranks]
-        return "; ".join(str(p) if state == "running" else f"{p}, {state}" for p, state in states)
+        return "; ".join(f"{p}, {state}" if state == "stopped" else str(p) for p, state in states)
 
     def _beat(self) -> dict[str, Any]:
-        return {"count": progress.count - self._start, "where": self.where()}
+        return {"count": progress.count - self._start, "place": progress.describe(), "where": self.where()}
 
     def _end(self) -> None:
         """Get the main thread out of whatever it waits in, or else end the process."""

@@ -132,6 +132,35 @@ def test_ids_beyond_the_experts_end_every_rank_with_the_same_words(bad: int) -> 
         assert "MoE layer 0: expert ids outside [0, 8)" in message and "{1: 1}" in message
 
 
+def route_nonfinite(weight: float, layer_before: bool) -> str:
+    experts, _ = spread(grouped(), make_mesh(2))
+    weights = torch.rand(5, TOP_K)
+    with torch.no_grad():  # where nothing is spoilt by it
+        experts(torch.randn(5, HIDDEN), ids(5, seed_of_rank()), weights * weight)
+    if layer_before:
+        experts._expert_parallel.finite.note(3, torch.full((2, 2), torch.nan))
+    if seed_of_rank() == 1:
+        weights[2, 1] = weight
+        if layer_before:
+            experts.down_proj.data[0, 0, 0] = torch.nan
+    with pytest.raises(RuntimeError) as error:
+        experts(torch.randn(5, HIDDEN), ids(5, seed_of_rank()), weights)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("weight", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_end_every_rank(weight: float) -> None:
+    for message in run_distributed(route_nonfinite, 2, weight, False):
+        assert "MoE layer 0: " in message and "weights that are not finite" in message and "{1: 1}" in message
+        assert "Seen here" not in message
+
+
+def test_where_they_came_from() -> None:
+    first, second = run_distributed(route_nonfinite, 2, torch.nan, True)
+    assert first.endswith("Seen here: in the batch before, the output of MoE layer 3 was not finite.")
+    assert second.endswith("the output of MoE layer 3 was not finite; this rank has NaN in experts.down_proj.")
+
+
 def half_precision(dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, Any]:
     experts, _ = spread(grouped().to(dtype), make_mesh(2))
     batch = random_batch(ids(9, seed_of_rank()), HIDDEN, seed_of_rank())
@@ -279,6 +308,7 @@ def alive_after_steps() -> dict[str, list[tuple[int, int]]]:
             parallel.queue.drop()
 
     counts: dict[str, list[tuple[int, int]]] = {}
+    step("train", 0)  # what the first step makes may stay
     gc.collect()
     gc.freeze()  # what is older costs no time below
     gc.disable()

@@ -71,6 +71,7 @@ def _serve() -> Callable[[], Any] | None:
     import tests.faults.ranks  # noqa: F401
 
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in what they start in the background
     os.dup2(2, 1)  # whatever imports print must not get between the answers
     while True:
         try:
@@ -116,7 +117,7 @@ def _the_nursery() -> Nursery:
 class Job:
     """`fn(*args)` in `world_size` processes."""
 
-    def __init__(self, fn: Callable, world_size: int, *args: Any, folder: Path, **environment: str) -> None:
+    def __init__(self, fn: Callable, world_size: int, *args: Any, folder: Path) -> None:
         self.folder, self._nursery = folder, _the_nursery()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -128,20 +129,26 @@ class Job:
                 {
                     "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
                     "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "faults",
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FAULT_FOLDER": str(folder), **environment,
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FAULT_FOLDER": str(folder), "FAULT_WORLD": str(world_size),
                 },
                 str(self._outputs[rank]),
             )
             for rank in range(world_size)
         ]  # fmt: skip
         self._started = time.time()
+        self._seen: set[int] = set()
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for pid in self.pids:
+        for pid in self._sessions():
             _kill_session(pid)
+
+    def began(self) -> float:
+        """When the fault happened; without one, when the ranks were started."""
+        struck = self.folder / "struck"
+        return float(struck.read_text()) if struck.exists() else self._started
 
     def wait(self, limit: float, stopped: tuple[int, ...] = ()) -> list[End]:
         """How all ranks ended, or were at the limit. Ranks in `stopped` are not waited for."""
@@ -151,14 +158,14 @@ class Job:
         while len(codes) < len(awaited) and time.time() < deadline:
             for pid, code in self._nursery.ask("ended", [pid for pid in awaited if pid not in codes]).items():
                 codes[pid] = (code, time.time())
-            time.sleep(0.02)
-        struck = self.folder / "struck"
-        began = float(struck.read_text()) if struck.exists() else self._started
+            self._seen.update(_pids_in(self._sessions()))
+            time.sleep(0.05)
+        began = self.began()
         ends = [codes.get(pid, (None, time.time())) for pid in self.pids]
-        return [
-            End(code, at - began, output.read_text(errors="replace"))
-            for (code, at), output in zip(ends, self._outputs, strict=True)
-        ]
+        return [End(code, at - began, self.output(rank)) for rank, (code, at) in enumerate(ends)]
+
+    def output(self, rank: int) -> str:
+        return self._outputs[rank].read_text(errors="replace")
 
     def kill(self, rank: int) -> None:
         """Kill and reap."""
@@ -166,23 +173,18 @@ class Job:
         while not self._nursery.ask("ended", [self.pids[rank]]):
             time.sleep(0.02)
 
-    def signal(self, rank: int, signum: int) -> None:
-        os.kill(self.pids[rank], signum)
-
-    def await_file(self, name: str, limit: float = 60) -> None:
-        """Wait for something that a rank notes with `note`."""
-        deadline = time.time() + limit
-        while not (self.folder / name).exists():
-            assert time.time() < deadline, f"{name} did not come: {[o.read_text() for o in self._outputs]}"
-            time.sleep(0.02)
-
     def left_behind(self, patience: float = 8) -> list[str]:
-        """Command lines of processes that ranks started and that still run; DataLoader workers look for their parent
-        every few seconds."""
+        """What is left of the ranks and all that they started: command lines of processes, names of shared memory.
+
+        (DataLoader workers look for their parent every few seconds.)
+        """
         deadline = time.time() + patience
-        while (left := _in_sessions(set(self.pids))) and time.time() < deadline:
+        while (left := _in_sessions(self._sessions())) and time.time() < deadline:
             time.sleep(0.1)
-        return left
+        return left or [f"/dev/shm/{name}" for name in _shared_memory(self._seen)]
+
+    def _sessions(self) -> set[int]:
+        return {*self.pids, *(int(path.name.removeprefix("session")) for path in self.folder.glob("session*[0-9]"))}
 
 
 def _kill_session(leader: int) -> None:
@@ -216,11 +218,23 @@ def _in_sessions(sessions: set[int]) -> list[str]:
     return lines
 
 
+def _shared_memory(pids: set[int]) -> list[str]:
+    """What these processes left in shared memory: torch puts the owner's number into the name."""
+    names = [path.name for path in Path("/dev/shm").iterdir()]
+    return [name for name in names if (parts := name.split("_"))[0] == "torch" and parts[1] in map(str, pids)]
+
+
 def note(name: str, text: str = "") -> None:
     """In a rank: leave a file for the test to find."""
     path = Path(os.environ["FAULT_FOLDER"], name)
-    path.with_suffix(".part").write_text(text)
-    path.with_suffix(".part").rename(path)
+    part = path.with_name(f"{name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.rename(path)
+
+
+def note_session() -> None:
+    """In a rank: launchers give their ranks sessions of their own, in which leftovers have to be looked for, too."""
+    note(f"session{os.getsid(0)}")
 
 
 def strike() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import resource
 import signal
+import sys
 import time
 import warnings
 from datetime import timedelta
@@ -15,21 +17,28 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ep import EPOverlapStrategy, storage
 from lightning_ep.guards import handshake
-from tests.faults.processes import note, strike
+from tests.faults.processes import note, note_session, strike
 from tests.reference import rank_loss, tiny_model, tokens
 from tests.trained import CausalLM
 
-RANK = "RANK"
+WORK = "work.pickle"
+# Faults that the caller has to commit.
+COMMITTED = ("none", "skip", "stop training", "log", "nan", "nan router", "nan experts", "clock")
 
 
 def rank() -> int:
-    return int(os.environ[RANK])
+    # Lightning's own launcher sets no RANK, and nothing at all for the first.
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
+
+
+def world_size() -> int:
+    return int(os.environ["FAULT_WORLD"])
 
 
 def act(kind: str) -> Any:
@@ -43,8 +52,9 @@ def act(kind: str) -> Any:
         os._exit(3)
     if kind == "hang":
         time.sleep(1000)
+    kind, _, whom = kind.partition(" ")
     signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
-    os.kill(os.getpid(), signals[kind])
+    os.kill(os.getppid() if whom == "parent" else os.getpid(), signals[kind])
 
 
 class Fault:
@@ -57,7 +67,9 @@ class Fault:
         """Strikes if its time has come; whether it was a fault that the caller has to commit."""
         if (place, batch) != (self.place, self.batch) or rank() not in self.ranks:
             return False
-        if self.kind in ("none", "skip", "stop training", "log", "nan"):
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            return False
+        if self.kind in COMMITTED:
             strike()
             return True
         act(self.kind)
@@ -71,6 +83,8 @@ class FaultyLM(CausalLM):
         super().__init__(tiny_model("qwen3_moe", **model))
         self.fault = fault or Fault("", "nowhere")
         self.batches = 0
+        self.validated: list[int] = []
+        self.tested = 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         self.batches += 1
@@ -83,14 +97,22 @@ class FaultyLM(CausalLM):
                 self.trainer.should_stop = True
             if self.fault.kind == "nan":
                 return rank_loss(self.model, batch[0]) * float("nan")
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        with open(Path(os.environ["FAULT_FOLDER"], f"losses{rank()}"), "a") as curve:
+            curve.write(f"{self.trainer.global_step} {loss.item().hex()}\n")
+        return loss
 
     def on_train_epoch_end(self) -> None:
         self.fault("on_train_epoch_end", self.trainer.current_epoch)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.fault("validation_step", batch_idx)
+        self.validated.append(self.batches)
         self.log("val_loss", rank_loss(self.model, batch[0]))
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.tested += 1
+        self.log("test_loss", rank_loss(self.model, batch[0]))
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.fault("predict_step", batch_idx)
@@ -102,14 +124,31 @@ class SkippingLM(FaultyLM):
         return -1 if self.fault("on_train_batch_start", batch_idx) else None
 
 
+class ScoredLM(FaultyLM):
+    """Better and better on rank 0; on rank 1 it is time to stop."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("score", float(self.trainer.current_epoch if rank() == 0 else 1))
+
+
 class FaultyCallback(pl.Callback):
+    """Faults that are no exceptions, too."""
+
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
+    def on_train_batch_start(self, trainer: pl.Trainer, module: FaultyLM, batch: Any, batch_idx: int) -> None:
+        if self.fault("batch start", batch_idx):
+            mlp = module.model.model.layers[1].mlp
+            spoilt = mlp.gate.weight if self.fault.kind == "nan router" else mlp.experts.down_proj
+            spoilt.data.fill_(float("nan"))
+
     def on_train_batch_end(self, trainer: pl.Trainer, module: FaultyLM, *_: Any) -> None:
-        # Not every fault of a callback is an exception.
-        if self.fault("callback", trainer.fit_loop.epoch_loop.batch_idx) and self.fault.kind == "stop training":
-            trainer.should_stop = True
+        if self.fault("callback", trainer.fit_loop.epoch_loop.batch_idx):
+            if self.fault.kind == "stop training":
+                trainer.should_stop = True
+            if self.fault.kind == "clock":
+                trainer._last_val_time -= 3600
 
 
 class Batches(IterableDataset):
@@ -140,58 +179,112 @@ class SizedBatches(torch.utils.data.Dataset):
         return batch(i)
 
 
+class Remembering:
+    """A loader that knows its place, so that a resumed run sees what it would have seen.
+
+    With a length: Lightning takes one batch ahead from a loader without, and saves the place after that.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.given, self.start = count, 0, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self):
+        self.given, self.start = self.start, 0
+        while self.given < self.count:
+            self.given += 1
+            yield batch(self.given - 1)[None]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["given"]
+
+
+class Halves:
+    """Batches of several sequences, for a schedule that splits them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return (tokens(i, 0, rank(), batch=4)[None] for i in range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
 def batch(i: int) -> Tensor:
     """Every rank's batches differ in the number and the length of their sequences."""
     return tokens(i, 0, rank(), batch=1 + (i + rank()) % 2)[:, : 6 + rank() + i % 3]
 
 
-def loader(count: int, sized: bool = True, fault: Fault | None = None, **options: Any) -> DataLoader:
-    return DataLoader((SizedBatches if sized else Batches)(count, fault), batch_size=1, **options)
+def shape(i: int, of: int) -> str:
+    """Of batch `i` of rank `of`; with it in a list, one sees what was predicted and in what order."""
+    return f"{1 + (i + of) % 2}x{min(10, 6 + of + i % 3)}"
+
+
+def loader(count: int, kind: str = "sized", fault: Fault | None = None, **options: Any) -> Any:
+    if kind in ("remembering", "halves"):
+        return {"remembering": Remembering, "halves": Halves}[kind](count)
+    return DataLoader({"sized": SizedBatches, "stream": Batches}[kind](count, fault), batch_size=1, **options)
 
 
 def trainer(timeout: float = 5, ep_size: int | None = None, **options: Any) -> pl.Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.(fabric|pytorch)")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    world_size = int(os.environ["WORLD_SIZE"])
+    warnings.filterwarnings("default", message=r"ranks? .* training batches")  # ours
+    note_session()
     strategy_options = options.pop("strategy", {})
     return pl.Trainer(**{
-        "accelerator": "cpu", "devices": world_size, "num_sanity_val_steps": 0, "max_epochs": 1, "logger": False,
+        "accelerator": "cpu", "devices": world_size(), "num_sanity_val_steps": 0, "max_epochs": 1, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
         "use_distributed_sampler": False,
         "strategy": EPOverlapStrategy(
-            expert_model_parallel_size=ep_size or world_size, timeout=timedelta(seconds=timeout), **strategy_options
+            expert_model_parallel_size=ep_size or world_size(), timeout=timedelta(seconds=timeout), **strategy_options
         ),
         **options,
     })  # fmt: skip
 
 
+def own(value: Any) -> Any:
+    """A number of batches: of every rank, or this rank's of a tuple."""
+    return value[rank()] if isinstance(value, tuple) else value
+
+
 def fit(fault: Fault | None = None, batches: Any = 6, lm: type[FaultyLM] = FaultyLM, **options: Any) -> None:
-    """One fit; notes how many batches and epochs this rank trained.
+    """One fit; notes how many batches and epochs this rank trained, and after which of them it validated.
 
     Args:
         batches: of every rank, or of each.
         options: the Trainer's; and some of ours.
     """
     take = options.pop
-    sized, workers, validation = take("sized", True), take("num_workers", 0), take("validation", 0)
+    data, workers, validation = take("data", "sized"), take("num_workers", 0), take("validation", 0)
     ckpt_path, before = take("ckpt_path", None), take("before", None)
     if before is not None:
         before(fault)
+    folder = Path(os.environ["FAULT_FOLDER"])
     module = lm(fault, **take("model", {}))
     callbacks: list[pl.Callback] = [FaultyCallback(module.fault)]
-    checkpoints = Path(os.environ["FAULT_FOLDER"], "checkpoints")
     if take("on_exception", False):
-        callbacks.append(OnExceptionCheckpoint(checkpoints))
+        options["enable_checkpointing"] = True
+        callbacks.append(OnExceptionCheckpoint(folder / "checkpoints"))
     if saving := take("saving", {}):
         options["enable_checkpointing"] = True
-        callbacks.append(ModelCheckpoint(checkpoints, filename="{step}", save_top_k=-1, **saving))
-    count = batches if isinstance(batches, int) else batches[rank()]
+        callbacks.append(ModelCheckpoint(folder / "checkpoints", filename="{step}", save_top_k=-1, **saving))
+    if take("early_stopping", False):
+        callbacks.append(EarlyStopping("score", mode="max", patience=2, check_on_train_epoch_end=True))
     run = trainer(callbacks=callbacks, **options)
-    data = loader(count, sized, module.fault, num_workers=workers)
-    val = [loader(validation, fault=module.fault)] if validation else []
-    run.fit(module, data, *val, ckpt_path=ckpt_path)
+    train = loader(own(batches), data, module.fault, **({"num_workers": workers} if workers else {}))
+    val = [loader(own(validation), fault=module.fault)] if validation else []
+    run.fit(module, train, *val, ckpt_path=str(folder / ckpt_path) if ckpt_path not in (None, "last") else ckpt_path)
     note(f"trained{rank()}", f"{module.batches} {run.current_epoch}")
+    note(f"validated{rank()}", " ".join(map(str, module.validated)))
 
 
 def fit_with(differ: dict[str, tuple], **options: Any) -> None:
@@ -199,17 +292,50 @@ def fit_with(differ: dict[str, tuple], **options: Any) -> None:
     fit(**options, **{name: values[rank()] for name, values in differ.items()})
 
 
-def predict(fault: Fault | None = None, batches: Any = 4, **options: Any) -> None:
-    """Notes how many batches this rank predicted."""
+def predict(fault: Fault | None = None, batches: Any = 4, common: int = 0, **options: Any) -> None:
+    """Notes what this rank predicted, in order: each batch's shape, or with `common` samples for all its tokens."""
     module = FaultyLM(fault)
-    count = batches if isinstance(batches, int) else batches[rank()]
-    outputs = trainer(**options).predict(module, loader(count))
-    note(f"predicted{rank()}", str(len(outputs or [])))
+    if common:
+        data = DataLoader([tokens(i, 0, 0, batch=1)[0, : 4 + i][None] for i in range(common)], batch_size=1)
+        options["use_distributed_sampler"] = True
+    else:
+        data = loader(own(batches))
+    outputs = trainer(**options).predict(module, data) or []
+    note(f"predicted{rank()}", " ".join(f"{len(out)}x{out.shape[1]}" for out in outputs))
 
 
-def validate(fault: Fault | None = None, batches: Any = 4, **options: Any) -> None:
-    count = batches if isinstance(batches, int) else batches[rank()]
-    trainer(**options).validate(FaultyLM(fault), loader(count), verbose=False)
+def evaluate(fn: str, fault: Fault | None = None, batches: Any = 4, data: str = "sized", **options: Any) -> None:
+    """`fn`: validate or test. Notes how many batches this rank saw."""
+    module = FaultyLM(fault)
+    getattr(trainer(**options), fn)(module, loader(own(batches), data), verbose=False)
+    note(f"evaluated{rank()}", str(module.tested + len(module.validated)))
+
+
+# -- real launchers: this process becomes one, and its ranks run `script.py`
+
+
+def _launch(options: dict[str, Any], ranks: int) -> None:
+    Path(os.environ["FAULT_FOLDER"], WORK).write_bytes(pickle.dumps(options))
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "MASTER_"))]:
+        del os.environ[name]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        del os.environ[name]
+    os.environ["FAULT_WORLD"] = str(ranks)
+
+
+def under_torchrun(max_restarts: int = 0, **options: Any) -> None:
+    _launch(options, 2)
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={max_restarts}"]
+    os.execv(sys.executable, [sys.executable, "-m", *command, "--monitor-interval=0.1", "-m", "tests.faults.script"])
+
+
+def under_lightning(**options: Any) -> None:
+    """`devices=2` of the Trainer: rank 0 starts the other rank itself."""
+    _launch(options, 2)
+    os.execv(sys.executable, [sys.executable, "-m", "tests.faults.script"])
+
+
+# -- things to do before
 
 
 def other_options(_: Any) -> None:
