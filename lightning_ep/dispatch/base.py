@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -100,7 +101,13 @@ class Exchange(ABC):
 
 
 class Dispatcher(ABC):
-    """How one layer's experts get their tokens."""
+    """How one layer's experts get their tokens.
+
+    Attributes:
+        moves: the functions of `permute.py`, or their Triton twins.
+    """
+
+    moves: ModuleType
 
     @abstractmethod
     def route(self, experts_TK: Tensor) -> Exchange:

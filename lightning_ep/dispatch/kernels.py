@@ -18,6 +18,7 @@ from lightning_ep.dispatch.permute import Wire
 from lightning_ep.triton_kernel import ceil_div, kernel, next_power_of_2
 
 ROWS, INVALID, TOKENS = tl.constexpr(permute.ROWS), tl.constexpr(permute.INVALID), tl.constexpr(permute.TOKENS)
+NO_EXPERT = tl.constexpr(permute.NO_EXPERT)
 
 # Slots that a program looks at in one step where it walks over many (the next step is loading meanwhile); its warps.
 _SLOTS, _SLOT_WARPS = 4096, 16
@@ -25,6 +26,25 @@ _SLOTS, _SLOT_WARPS = 4096, 16
 _EXPERTS_AT_ONCE = tl.constexpr(4)
 # Bytes of a row that one program moves: 32 a thread, as two 16-byte accesses.
 _ROW_BYTES = 4096
+
+
+def without_nonfinite(experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    named_TK = torch.empty(experts_TK.shape, dtype=torch.int64, device=experts_TK.device)
+    if count := named_TK.numel():
+        block = 1024
+        tensors = experts_TK.contiguous(), weights_TK.contiguous(), named_TK
+        _without_nonfinite((ceil_div(count, block), 1), tensors, (count,), (block,))
+    return named_TK
+
+
+@kernel(sizes=("count",))
+def _without_nonfinite(experts, weights, named, count, BLOCK: tl.constexpr):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < count
+    weight = tl.load(weights + slot, mask=inside, other=0)
+    # Neither is below infinity.
+    finite = tl.abs(weight) < float("inf")
+    tl.store(named + slot, tl.where(finite, tl.load(experts + slot, mask=inside, other=0), NO_EXPERT), mask=inside)
 
 
 def plan_rows(experts_TK: Tensor, num_experts: int, ep_size: int) -> tuple[Tensor, Tensor]:

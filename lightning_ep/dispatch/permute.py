@@ -68,6 +68,14 @@ def _padded(num_bytes: int) -> int:
 # Columns of the counts that ranks exchange ahead of the tokens: rows to come, invalid expert ids, tokens per expert.
 ROWS, INVALID, TOKENS = 0, 1, 2
 
+# An id that names no expert and is counted as invalid.
+NO_EXPERT = -1
+
+
+def without_nonfinite(experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The expert ids (int64), `NO_EXPERT` where the weight is NaN or infinite."""
+    return experts_TK.masked_fill(~weights_TK.isfinite(), NO_EXPERT)
+
 
 def plan_rows(experts_TK: Tensor, num_experts: int, ep_size: int) -> tuple[Tensor, Tensor]:
     """Number the rows to send: one a (token, destination rank).

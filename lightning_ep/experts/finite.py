@@ -13,18 +13,12 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
-NO_EXPERT = -1
 # At most so many parameters in one message.
 _SHOWN = 3
 
 
 class NotFiniteError(ValueError):
     """Parameters hold NaN, so they are not worth saving."""
-
-
-def without_nonfinite(experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The expert ids, `NO_EXPERT` where the weight is NaN or infinite."""
-    return experts_TK.masked_fill(weights_TK.detach() * 0 != 0, NO_EXPERT)
 
 
 class FiniteCheck:

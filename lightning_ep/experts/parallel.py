@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ep.dispatch.alltoall import RoutingError
 from lightning_ep.dispatch.base import Dispatcher, combine, dispatch
 from lightning_ep.dispatch.ranges import annotate
-from lightning_ep.experts.finite import FiniteCheck, without_nonfinite
+from lightning_ep.experts.finite import FiniteCheck
 from lightning_ep.experts.gemm import Gemm
 from lightning_ep.experts.grouped import grouped_experts
 from lightning_ep.experts.interface import ExpertsLayout, FoundExperts
@@ -96,7 +96,7 @@ def expert_parallel_forward(
         raise ValueError(f"MoE layer {ep.layer}: expert ids are {top_k_index.dtype}; the router has to give integers")
     experts_TK = ep.balanced(top_k_index) if ep.force_load_balancing else top_k_index.long()
     if torch.is_grad_enabled():  # NaN in padding would spoil a backward, and no evaluation
-        experts_TK = without_nonfinite(experts_TK, top_k_weights)
+        experts_TK = ep.dispatcher.moves.without_nonfinite(experts_TK, top_k_weights.detach())
     x_TD = hidden_states.to(compute_dtype(hidden_states)).contiguous()
     for observe in forward_observers:
         observe(ep.layer, x_TD, experts_TK, top_k_weights)

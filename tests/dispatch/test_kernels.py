@@ -83,6 +83,18 @@ def test_wire_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
         _equal(mine.weights, reference.weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [0, 5, 700])
+def test_weights_that_are_not_finite_name_no_expert(tokens: int, dtype: torch.dtype) -> None:
+    weights = torch.rand(tokens, 3).to(dtype)
+    for value in (float("nan"), float("inf"), -float("inf"), 0.0):
+        weights[torch.rand(tokens, 3) < 0.2] = value
+    experts = torch.randint(0, E, (tokens, 3))
+    mine, reference = (moves.without_nonfinite(experts, weights) for moves in (kernels, permute))
+    _equal(mine, reference)
+    assert torch.equal(mine == permute.NO_EXPERT, ~weights.isfinite())
+
+
 def _places(rows: int, slots: int, targets: int) -> Tensor:
     """A table that names each of `targets` rows once, -1 in the other slots."""
     flat = torch.full((rows * slots,), -1, dtype=torch.int32)
