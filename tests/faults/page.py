@@ -22,8 +22,8 @@ message, the time, that no process and no shared memory is left, and that what w
 Ranks of an expert-parallel job need each other in every layer, so one that is missing, late or elsewhere would make the
 others wait forever. With `EPOverlapStrategy` such a case either works, or ends on all ranks with the cause:
 
-- A rank that **raises** tells the others; each of them raises `PeerError` with the rank and its error, and where it
-  waited. The traceback is in the output of the rank that raised.
+- A rank that **raises** tells the others; each of them raises a RuntimeError (`PeerError`, if its connection still
+  held) with the rank and its error, and where it waited. The traceback is in the output of the rank that raised.
 - A rank that **dies** is missed by its neighbours within about a second if they are on one machine. One that is
   **stopped or hangs**, or dies on another machine, is missed after 80% of the strategy's `timeout`
   (`EPOverlapStrategy(timeout=timedelta(minutes=10))` unless you say otherwise: longer than any compile). Rows that
