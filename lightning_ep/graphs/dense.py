@@ -97,7 +97,8 @@ class DenseGraphs:
         statics: dict[int, Static] = {}
         recorded: list[RecordedLayer] = []
         cache = torch.is_autocast_cache_enabled()
-        with self._precision():
+        # What is recorded need not run, so there is no NaN to detect yet.
+        with self._precision(), torch.autograd.set_detect_anomaly(False):
             torch.set_autocast_cache_enabled(False)  # every recording casts the weights of its time
             try:
                 for layer in self._layers:
