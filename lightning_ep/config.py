@@ -16,12 +16,11 @@ _CHOICES = {"overlap_schedule": get_args(OverlapSchedule), "experts_implementati
 _SIZES = (
     "expert_model_parallel_size",
     "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
     "tensor_model_parallel_size",
-    "recompute_num_layers",
     "moe_deepep_num_sms",
     "moe_hybridep_num_sms",
 )
+_OPTIONAL_SIZES = ("virtual_pipeline_model_parallel_size", "recompute_num_layers")
 _LISTS = ("recompute_modules", "cuda_graph_scope")
 
 
@@ -82,9 +81,10 @@ def value_errors(options: dict[str, object]) -> dict[str, str]:
         for name, choices in _CHOICES.items()
         if name in options and options[name] not in choices
     }
-    for name in _SIZES:
+    for name in (*_SIZES, *_OPTIONAL_SIZES):
         value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        unset = name not in options or (value is None and name in _OPTIONAL_SIZES)
+        if not unset and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             wrong[name] = "is not a size; set it to an integer of at least 1"
     sms = options.get("moe_deepep_num_sms")
     if isinstance(sms, int) and sms > 0 and sms % 2:

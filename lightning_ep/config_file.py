@@ -74,8 +74,12 @@ def read_config(path: str) -> RunConfig:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ValueError(f"{path}: is no YAML that can be read (nested too deeply)") from None
+    except (yaml.YAMLError, ValueError) as error:  # also bytes that are no text, and numbers of thousands of digits
         raise ValueError(f"{path}: is no YAML ({' '.join(str(error).split())})") from None
+    if _contains_itself(document):
+        raise ValueError(f"{path}: an anchor is used inside of itself; write the values out")
     if not isinstance(document, Mapping):
         raise ValueError(f"{path}: holds no LightningCLI config; expected keys such as trainer, model, data")
     prefix = "fit." if "trainer" not in document and isinstance(document.get("fit"), Mapping) else ""
@@ -87,9 +91,18 @@ def read_config(path: str) -> RunConfig:
     name, init_args = strategy, {}
     if isinstance(strategy, Mapping):
         name, init_args = strategy.get("class_path"), strategy.get("init_args") or {}
+    if not isinstance(name, str | None):
+        raise ValueError(f"{path}: trainer.strategy is {strategy!r}; expected a name, or class_path and init_args")
     if not isinstance(init_args, Mapping):
         raise ValueError(f"{path}: trainer.strategy.init_args is {init_args!r}; expected the strategy's arguments")
     return RunConfig(path, name, init_args, trainer, section.get("model"), section.get("data"), prefix)
+
+
+def _contains_itself(value: Any, outer: tuple[int, ...] = ()) -> bool:
+    if not isinstance(value, Mapping | list):
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    return id(value) in outer or any(_contains_itself(v, (*outer, id(value))) for v in inner)
 
 
 def config_problems(run: RunConfig) -> list[Violation]:
@@ -153,7 +166,7 @@ def number_of_devices(devices: Any) -> int | None:
     parts = [part for part in str(devices).split(",") if part.strip()]
     if len(parts) > 1 or str(devices).endswith(","):
         return len(parts)
-    return int(parts[0]) if parts and parts[0].strip().isdigit() and int(parts[0]) > 0 else None
+    return int(parts[0]) if parts and parts[0].strip().isdecimal() and int(parts[0]) > 0 else None
 
 
 def build_on_meta(section: Any) -> nn.Module:
@@ -261,7 +274,9 @@ def _parse_each(run: RunConfig, cls: type, key: str, values: Mapping[str, Any]) 
     for name, value in values.items():
         given = Given(name, value, run.where(f"{key}.{name}"))
         if name not in names:
-            close = difflib.get_close_matches(name, names | (_OPTION_NAMES if cls is EPOverlapStrategy else set()), n=1)
+            close = difflib.get_close_matches(
+                str(name), names | (_OPTION_NAMES if cls is EPOverlapStrategy else set()), n=1
+            )
             fix = f"write {close[0]}" if close else "take it out"
             problems.append(_problem("unknown-argument", f"{cls.__name__} has no such argument", fix, (given,)))
             continue

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_ep import imports
 from lightning_ep.checkpoint_facts import checkpoint_facts
-from lightning_ep.config import EPConfig
+from lightning_ep.config import EPConfig, value_errors
 from lightning_ep.model_facts import model_facts
 
 # A library's version when it is known not to be installed, as opposed to None: nobody looked.
@@ -210,6 +210,8 @@ def state_facts(facts: Facts, stated: Mapping[str, str]) -> Facts:
         ValueError: for a name that is no fact, or a text that is no value of it; names the fact and the form expected.
     """
     values = {name: parse_fact(name, text) for name, text in stated.items()}
+    if wrong := value_errors(values):
+        raise ValueError("; ".join(f"{name}={stated[name]!r} {text}" for name, text in wrong.items()))
     origins = {name: where for name, where in facts.origins.items() if name not in values}
     return replace(facts, **values, origins=origins | {name: f"--fact {name}" for name in values})
 
@@ -238,6 +240,13 @@ def parse_fact(name: str, text: str) -> Any:
         raise ValueError(f"{name}={text!r} is no value of this fact; expected {kind}") from None
 
 
+def _count(text: str) -> int:
+    # int() alone takes "-2", "1_0" and digits of other scripts.
+    if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise ValueError(text)
+    return int(text)
+
+
 def _boolean(text: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
         raise ValueError(text)
@@ -261,7 +270,7 @@ def _version_text(text: str) -> str:
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    "int": int,
+    "int": _count,
     "str": str,
     "bool": _boolean,
     "tuple[int, int]": _capability,

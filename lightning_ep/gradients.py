@@ -79,11 +79,14 @@ class GradientReducer:
         self.world_size = mesh.world_size
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         world = dist.group.WORLD if mesh.world_size > 1 else None
-        self._experts, self._ep_size = list(experts), mesh.ep_size
+        experts = list(experts)
+        self._experts, self._ep_size = frozenset(experts), mesh.ep_size
         self._owned = [(p, world) for p in dense] + [
-            (p, mesh.edp_group if mesh.edp_size > 1 else None) for p in self._experts
+            (p, mesh.edp_group if mesh.edp_size > 1 else None) for p in experts
         ]
         self._float32, self._overlap, self._device = frozenset(float32), overlap, mesh_device(mesh)
+        # Those whose gradient holds something that is not reduced.
+        self._open: set[nn.Parameter] = set()
         # Of a backward that reduces as it goes: its buckets, each parameter's, and those of a group still to launch.
         self._under_way: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
@@ -128,16 +131,20 @@ class GradientReducer:
         grads = [grad for bucket in buckets for grad in bucket.grads]
         for parameter, grad, taken in zip(parameters, grads, used, strict=True):
             parameter.grad = grad.to(parameter.dtype) if taken else None
+        self._open.clear()
 
     @torch.no_grad()
     def reopen(self) -> None:
-        """Let reduced gradients take another backward: the next `reduce` sums and divides what is there once more.
+        """A backward comes, on top of gradients that may be reduced: the next `reduce` sums and divides them once more.
 
-        That leaves a mean over the world as it is, but not an expert's sum over its EDP group.
+        That leaves a mean over the world as it is, but not an expert's sum over its EDP group. What is frozen now gets
+        nothing and stays as it is; what is frozen between here and `reduce` is reduced all the same.
         """
-        for p in self._experts:
-            if p.grad is not None:
-                p.grad.mul_(self._ep_size)
+        for p, _ in self._owned:
+            if p.requires_grad and p not in self._open:
+                self._open.add(p)
+                if p in self._experts and p.grad is not None:
+                    p.grad.mul_(self._ep_size)
 
     @torch.no_grad()
     def _completed(self, parameter: nn.Parameter) -> None:
@@ -167,7 +174,7 @@ class GradientReducer:
             buckets.append(_Bucket(parameters, *key, set(parameters)))
 
         for p, group in reversed(self._owned):
-            if not p.requires_grad:
+            if p not in self._open:
                 continue
             key = group, torch.float32 if p in self._float32 else p.dtype
             nbytes = p.numel() * key[1].itemsize
@@ -222,8 +229,15 @@ def global_grad_norm(
 def _norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), device=device)
-    norms = torch._foreach_norm(grads, norm_type, dtype=torch.promote_types(grads[0].dtype, torch.float32))
-    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    same: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        same.setdefault(grad.dtype, []).append(grad)
+    norms = [
+        norm.real.to(device)
+        for dtype, of_dtype in same.items()
+        for norm in torch._foreach_norm(of_dtype, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def mesh_device(mesh: ExpertMesh) -> torch.device:

@@ -87,9 +87,9 @@ def model_facts(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 
 def config_facts(config: Any) -> dict[str, tuple[Any, str]]:
     """Facts in a Hugging Face config (or any object with such attributes): name to value and attribute read."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-
+    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
     aliases = getattr(text, "attribute_map", {})
+    aliases = aliases if isinstance(aliases, Mapping) else {}
 
     def read(names: tuple[str, ...], kind: type) -> tuple[Any, str] | None:
         pairs = ((getattr(text, name, None), aliases.get(name, name)) for name in names)

@@ -72,7 +72,8 @@ class EPOverlapStrategy(GuardedStrategy):
         overlap_grad_reduce: all-reduce gradients in buckets of `bucket_cap_mb` as soon as the window's last backward has
             completed them.
         cuda_graph_scope: ["attn", "moe_router"] launches the dense parts of every layer (all but the experts) as CUDA graphs,
-            for micro-batches of one shape. What a layer returns is overwritten by a later micro-batch.
+            for micro-batches of one shape. What a layer returns is overwritten by a later micro-batch, and a `.grad` that
+            is kept (not copied) by the next backward.
         experts_implementation: "grouped_mm", or "transformer_engine" for its grouped GEMMs on the same parameters, in
             the FP8 recipe of Lightning's `TransformerEnginePrecision` where that is the precision.
         timeout: how long ranks may wait for each other before the job ends; larger than any compile.
@@ -321,7 +322,7 @@ class EPOverlapStrategy(GuardedStrategy):
 
     def _accumulate(self) -> None:
         """Gradients of a backward come on top of what is there, which may be reduced already (manual optimization)."""
-        if self._reduced and self._reducer is not None:
+        if self._reducer is not None:
             self._reducer.reopen()
             self._reduced = False
 

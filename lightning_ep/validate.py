@@ -23,7 +23,7 @@ from rich.table import Table
 
 from lightning_ep.config_file import RunConfig, config_facts_of, config_problems, number_of_devices, read_config
 from lightning_ep.constraints import check
-from lightning_ep.facts import FACT_NAMES, Facts, state_facts
+from lightning_ep.facts import FACT_NAMES, Facts, parse_fact, state_facts
 from lightning_ep.flex import settle_dispatcher
 from lightning_ep.rule import Violation
 from lightning_ep.schedule.overlap import choose_schedule, effective
@@ -85,8 +85,8 @@ def _make_room(facts: Facts, run: RunConfig, stated: Mapping[str, str]) -> Facts
         facts = replace(facts, accelerator=None)
     devices = number_of_devices(run.trainer.get("devices", "auto"))
     if "world_size" in stated:
-        world = stated["world_size"]
-        facts = replace(facts, num_nodes=int(world) // devices if devices and world.isdigit() else None)
+        world = parse_fact("world_size", stated["world_size"])
+        facts = replace(facts, num_nodes=world // devices if devices and world else None)
     return facts
 
 

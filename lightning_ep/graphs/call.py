@@ -49,7 +49,11 @@ class Call:
             len(self.leaves) == len(other.leaves)
             and self._kwargs.keys() == other._kwargs.keys()
             and all(_alike(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
+            and not any(isinstance(a, Tensor) and a.requires_grad for a in self._others())
         )
+
+    def _others(self) -> Iterable[Any]:
+        return (leaf for i, leaf in enumerate(self.leaves) if i != self.hidden)
 
     def forget_hidden(self) -> None:
         """Keep no more of the hidden states than their shape."""

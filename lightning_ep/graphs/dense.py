@@ -59,6 +59,7 @@ class DenseGraphs:
         self._shared, self._precision = Shared(recorder), precision
         self._layers = [_Layer(self, i, *found) for i, found in enumerate(_layers(stack, experts))]
         self._lanes: list[list[RecordedLayer]] = []
+        self._recorded_state: list[tuple] = []
         self._pools: list[Any] = []
         self._wanted = 0
         self._last_out: Tensor | None = None
@@ -79,9 +80,13 @@ class DenseGraphs:
         Raises RuntimeError for a model that cannot be recorded, naming the layer and why.
         """
         self._last_out = None
+        if self._lanes and self._state() != self._recorded_state:
+            self._lanes.clear()
+            self._pools = []
         while len(self._lanes) < self._wanted and all(layer.observed is not None for layer in self._layers):
             if not self._pools:
                 self._pools = [self._shared.recorder.new_pool() for _ in range(len(self._layers) + 1)]
+            self._recorded_state = self._state()
             self._lanes.append(self._record_lane(len(self._lanes)))
             rank_zero_info(
                 f"ep_overlap: CUDA graphs of the dense parts of {len(self._layers)} layers recorded "
@@ -92,7 +97,8 @@ class DenseGraphs:
         statics: dict[int, Static] = {}
         recorded: list[RecordedLayer] = []
         cache = torch.is_autocast_cache_enabled()
-        with self._precision():
+        # What is recorded need not run, so there is no NaN to detect yet.
+        with self._precision(), torch.autograd.set_detect_anomaly(False):
             torch.set_autocast_cache_enabled(False)  # every recording casts the weights of its time
             try:
                 for layer in self._layers:
@@ -105,6 +111,9 @@ class DenseGraphs:
             finally:
                 torch.set_autocast_cache_enabled(cache)
         return recorded
+
+    def _state(self) -> list[tuple]:
+        return [layer.state() for layer in self._layers]
 
     def _pool(self, lane: int, layer: _Layer) -> Any:
         return self._pools[self._memory(lane, layer.index)]
@@ -122,7 +131,7 @@ class DenseGraphs:
         if layer.observed is None:
             return self._observed(layer, call, args, kwargs)
         if layer.index == 0:
-            _lane.set(None if self._is_collecting() else self._free_lane())
+            _lane.set(None if self._is_collecting() or self._has_changed() else self._free_lane())
         lane = _lane.get()
         if lane is None or not self._serves(lane, layer, call):
             return layer.own(*args, **kwargs)
@@ -152,6 +161,13 @@ class DenseGraphs:
         if collecting:
             self._warn("router logits or hidden states are collected from the layers: set output_router_logits=False")
         return collecting
+
+    def _has_changed(self) -> bool:
+        """Whether the layers are not those recorded; if that lasts, they are recorded anew before the next window."""
+        changed = bool(self._lanes) and self._state() != self._recorded_state
+        if changed:
+            self._warn("parameters were frozen, unfrozen or moved, hooks were added, or train() and eval() called")
+        return changed
 
     def _warn(self, why: str) -> None:
         if not self._warned:
@@ -188,6 +204,7 @@ class _Layer:
         self.own, self._replaced = module.forward, module.__dict__.get("forward")
         self.observed: Call | None = None
         self.follows = False  # whether its input is the output of the layer before
+        self._dense: list[nn.Module] = []
         object.__setattr__(module, "_dense_graph", self)
         module.forward = MethodType(_forward, module)
 
@@ -200,14 +217,30 @@ class _Layer:
             self.module.forward = self._replaced
         object.__delattr__(self.module, "_dense_graph")
 
+    def state(self) -> tuple:
+        """What a recording takes for granted of the layer's dense parts, which differs when it is no longer so."""
+        if not self._dense:
+            inside = set(self.experts.modules())
+            self._dense = [module for module in self.module.modules() if module not in inside]
+        tensors = [
+            t for m in self._dense for held in (m._parameters, m._buffers) for t in held.values() if t is not None
+        ]
+        return (
+            [t.data_ptr() for t in tensors],
+            [(t.requires_grad, bool(t._backward_hooks)) for t in tensors],
+            [m.training for m in self._dense],
+            [len(hooks) for m in self._dense for hooks in (m._modules, *_hooks(m))],
+        )
+
     def obstacle(self) -> str | None:
         """Why this layer cannot be recorded, or None."""
         if getattr(self.module, "gradient_checkpointing", False):
             return "its activations are recomputed (gradient_checkpointing)"
         for name, module in self.module.named_modules():
-            hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+            # Those of the layer itself run around its forward, as ever.
+            hooks = () if module is self.module else _hooks(module)
             if any(hook.__module__ != _COLLECTING for each in hooks for hook in each.values()):
-                return f"{name or 'it'} has hooks"
+                return f"{name} has hooks"
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 return f"{name or 'it'} keeps running statistics"
             if isinstance(module, MoELayer):
@@ -237,6 +270,10 @@ class _Layer:
             ) from error
 
 
+def _hooks(module: nn.Module) -> tuple[dict, ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     layer: _Layer = module._dense_graph
     if module is not layer.module:  # a copy of the model
@@ -247,7 +284,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _layers(stack: nn.Module, experts: list[FoundExperts]) -> list[tuple[str, nn.Module, nn.Module]]:
     """(name, layer, its experts) for every child of the stack's lists that holds experts.
 
-    Raises ValueError for a layer with more than one experts module.
+    Raises ValueError for a layer with more than one experts module, and when not all experts are in such a layer.
     """
     wanted = {found.module for found in experts}
     layers = []
@@ -262,4 +299,11 @@ def _layers(stack: nn.Module, experts: list[FoundExperts]) -> list[tuple[str, nn
                 )
             if inside:
                 layers.append((f"{list_name}.{name}", child, inside[0]))
+    if missing := wanted - {experts for _, _, experts in layers}:
+        name = next(found.name for found in experts if found.module in missing)
+        raise ValueError(
+            f"cuda_graph_scope: {len(missing)} of {len(wanted)} experts modules, the first is {name!r}, are in no list of "
+            f"layers of the split module ({type(stack).__name__}); name the module that owns the list of layers by "
+            "overlap_split_module, or set cuda_graph_scope to nothing"
+        )
     return layers

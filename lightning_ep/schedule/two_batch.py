@@ -44,7 +44,7 @@ def find_stack(model: nn.Module, experts: list[FoundExperts], name: str | None =
     stacks = [n for n, m in modules.items() if isinstance(m, nn.ModuleList) and inside <= set(m.modules())]
     if not stacks:
         raise ValueError(
-            "overlap_schedule='two_batch' found no list of layers that holds all experts; name the module whose forward "
+            "overlap_schedule='two_batch' and cuda_graph_scope found no list of layers that holds all experts; name the module whose forward "
             "takes the batch and runs the layers: overlap_split_module='model.decoder'"
         )
     owner = stacks[-1].rpartition(".")[0]  # the innermost one

@@ -262,6 +262,11 @@ def test_models_that_cannot_be_built(
         ("just a sentence", "holds no LightningCLI config"),
         ("trainer: 3", "trainer is 3"),
         ("trainer: {strategy: {class_path: x, init_args: [1]}}", "init_args is [1]"),
+        ("trainer: {strategy: [ep_overlap]}", "trainer.strategy is ['ep_overlap']; expected a name, or class_path"),
+        ("trainer: {strategy: {class_path: 5}}", "trainer.strategy is {'class_path': 5}; expected a name"),
+        ("trainer: {strategy: ep_overlap}\nmodel: &m {init_args: {teacher: *m}}", "an anchor is used inside of itself"),
+        ("trainer: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("trainer: {devices: " + "1" * 5000 + "}", "is no YAML"),
         ("trainer: !!python/object/apply:os.system ['echo unsafe']", "is no YAML"),
     ],
 )
@@ -283,11 +288,23 @@ def test_unreadable_files(document: str, message: str, tmp_path: Path, capsys: p
         ("world_size", "expected NAME=VALUE"),
         ("world_size=many", "world_size='many' is no value of this fact; expected int"),
         ("origins=x", "unknown fact 'origins'"),
+        ("world_size=-2", "world_size='-2' is no value of this fact; expected int"),
+        ("world_size=\N{SUPERSCRIPT TWO}", "is no value of this fact; expected int"),
+        ("world_size=" + "9" * 5000, "is no value of this fact; expected int"),
+        ("expert_model_parallel_size=0", "is not a size; set it to an integer of at least 1"),
+        ("overlap_schedule=2f2b", "is not a choice; use one of 'auto', '1f1b', 'two_batch'"),
     ],
 )
 def test_wrong_statements(statement: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", write(tmp_path, GOOD), "--fact", statement]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_keys_that_are_no_text_and_sizes_that_are_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {7: 1, "expert_model_parallel_size": None}
+    strategy = {"class_path": "lightning_ep.EPOverlapStrategy", "init_args": arguments}
+    code, violations = check(capsys, write(tmp_path, {"trainer": {"strategy": strategy, 8: 2}}))
+    assert code == 1 and sorted(ids(violations)) == ["invalid-value", "unknown-argument", "unknown-argument"]
 
 
 def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +314,18 @@ def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "number"),
-    [(8, 8), ("8", 8), ([0, 1], 2), ("0,1,2", 3), ("3,", 1), ("auto", None), (-1, None), (None, None), (0, None)],
+    [
+        (8, 8),
+        ("8", 8),
+        ([0, 1], 2),
+        ("0,1,2", 3),
+        ("3,", 1),
+        ("auto", None),
+        (-1, None),
+        (None, None),
+        (0, None),
+        ("\N{SUPERSCRIPT TWO}", None),
+    ],
 )
 def test_devices(devices: Any, number: int | None) -> None:
     assert number_of_devices(devices) == number

@@ -158,6 +158,88 @@ def test_closing_gives_the_layers_their_forward_back() -> None:
     assert torch.equal(*pair.losses(tokens(1, 0, 0)))
 
 
+def _freeze(model: nn.Module, frozen: bool = True) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (frozen and "self_attn" in name))
+        p.grad = None
+
+
+def _thaw(model: nn.Module) -> None:
+    _freeze(model, frozen=False)
+
+
+def _move(model: nn.Module) -> None:
+    """As optimizers and averaging do that keep all parameters in one vector."""
+    parameters = list(model.parameters())
+    torch.nn.utils.vector_to_parameters(0.9 * torch.nn.utils.parameters_to_vector(parameters), parameters)
+
+
+def _more(model: nn.Module) -> None:
+    """As adapters do that are added later."""
+    torch.manual_seed(0)
+    layer = model.model.layers[0].self_attn.q_proj
+    own, layer.added = layer.forward, nn.Linear(layer.in_features, layer.out_features)
+    layer.forward = lambda x: own(x) + layer.added(x)
+
+
+@pytest.mark.parametrize("before, after", [(_freeze, _thaw), (_thaw, _freeze), (_thaw, _move), (_thaw, _more)])
+def test_layers_that_change_are_recorded_anew(before: Callable, after: Callable) -> None:
+    pair = Pair(before)
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.step(tokens(1, 0, 0))
+    for change in (after, before if after is not _more else _move):
+        change(pair.model), change(pair.plain)
+        with pytest.warns(UserWarning, match="run without graphs") if change is after else nullcontext():
+            losses = pair.losses(tokens(2, 0, 0))  # in the window, before the next recordings
+        assert torch.equal(*losses)
+        del losses
+        for step in range(3, 5):
+            pair.step(tokens(step, 0, 0))
+
+
+def test_the_mode_that_was_recorded_is_the_only_one_served() -> None:
+    def drop_out(model: nn.Module) -> None:
+        for layer in model.train().model.layers:
+            layer.self_attn.attention_dropout = 0.5
+
+    pair = Pair(drop_out)
+    pair.losses(tokens(0, 0, 0))
+    pair.graphs.record_wanted()
+    pair.losses(tokens(0, 0, 0))
+    pair.model.eval(), pair.plain.eval()
+    with pytest.warns(UserWarning, match="run without graphs"):
+        assert torch.equal(*pair.losses(tokens(1, 0, 0)))
+    pair.step(tokens(2, 0, 0))
+
+
+def test_hooks_that_come_later_are_not_passed_over() -> None:
+    pair, seen = Pair(), []
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.step(tokens(1, 0, 0))
+    hook = pair.model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(UserWarning, match="run without graphs"):
+        pair.losses(tokens(2, 0, 0))
+    assert seen
+    with pytest.raises(RuntimeError, match=r"mlp\.gate has hooks"):
+        pair.graphs.record_wanted()
+    hook.remove()
+    pair.step(tokens(3, 0, 0))
+
+
+def test_hooks_of_the_layer_itself_run() -> None:
+    pair, seen = Pair(), []
+    pair.model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    pair.step(tokens(0, 0, 0), served=False)
+    pair.step(tokens(1, 0, 0))
+    assert len(seen) == 2
+
+
+def test_experts_outside_the_named_module_are_an_error() -> None:
+    model = tiny_model("qwen3_moe", use_cache=False)
+    with pytest.raises(ValueError, match=r"2 of 2 experts modules, the first is 'model\.layers\.0\.mlp\.experts'"):
+        DenseGraphs(model, find_experts(model), TapeRecorder(), nullcontext)
+
+
 def _hook(model: nn.Module) -> None:
     model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: None)
 

@@ -105,3 +105,12 @@ def test_two_halves_of_a_batch() -> None:
     recorded = run_distributed(train, 2, "qwen3_moe", {**schedule, **GRAPHS}, options)
     assert_same(plain, recorded)
     assert all(rank["recordings"] == 2 * LAYERS * 4 for rank in recorded)
+
+
+def test_detecting_anomalies() -> None:
+    """Recordings are made in memory that holds anything."""
+    options = {"precision": "bf16-true", "detect_anomaly": True, "accumulate_grad_batches": 2}
+    plain = run_distributed(train, 2, "qwen3_moe", ONE_F_ONE_B, options)
+    recorded = run_distributed(train, 2, "qwen3_moe", {**ONE_F_ONE_B, **GRAPHS}, options)
+    assert_same(plain, recorded)
+    assert all(rank["replays"] > 0 for rank in recorded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -405,3 +406,78 @@ def two_optimizers_that_take_turns() -> Run:
             return adamw(one), adamw(other, lr=3e-3)
 
     return Run(Module(), steps=3)
+
+
+class TwoParts(Manual):
+    """Two optimizers whose parameters train one after the other, on gradients that both keep until they step."""
+
+    def train_parts(self, batches: list[Batch], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(ToyModule.training_step(self, batches, batch_idx))
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        one = [p for n, p in self.named_parameters() if "moe.0" in n or "first" in n]
+        other = [p for n, p in self.named_parameters() if not ("moe.0" in n or "first" in n)]
+        return torch.optim.SGD(one, lr=0.1), torch.optim.SGD(other, lr=0.1)
+
+
+@trains
+def two_optimizers_that_step_together() -> Run:
+    class Module(TwoParts):
+        def training_step(self, batches: list[Batch], batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.train_parts(batches, batch_idx)
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+    return Run(Module(), steps=3)
+
+
+@trains
+def two_optimizers_that_accumulate() -> Run:
+    class Module(TwoParts):
+        def training_step(self, batches: list[Batch], batch_idx: int) -> None:
+            self.train_parts(batches, batch_idx)
+            if batch_idx % 2:
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    return Run(Module(), steps=4)
+
+
+@trains
+def freezing_within_an_accumulation_window() -> Run:
+    class Module(Manual):
+        def training_step(self, batches: list[Batch], batch_idx: int) -> None:
+            optimizer, last = self.optimizers(), batch_idx % 2 == 1
+            strategy = self.trainer.strategy
+            for name, parameter in self.named_parameters():
+                if "moe.0.experts" in name or "last" in name:
+                    parameter.requires_grad_(not last)
+            blocks = not last and hasattr(strategy, "block_backward_sync")
+            with strategy.block_backward_sync() if blocks else nullcontext():
+                self.manual_backward(super().training_step(batches, batch_idx))
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Run(Module())
+
+
+@trains
+def complex_and_double_parameters() -> Run:
+    class Net(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter = nn.Parameter(torch.randn(HIDDEN // 2 + 1, dtype=torch.complex64))
+            self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+
+        def forward(self, x: Tensor, sometimes: bool = False) -> Tensor:
+            x = x + torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=HIDDEN) * self.scale.float()
+            return super().forward(x, sometimes)
+
+    return Run(ToyModule(Net()), trainer={"gradient_clip_val": 0.3, "accumulate_grad_batches": 2})

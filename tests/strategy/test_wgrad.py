@@ -193,6 +193,7 @@ def test_branches_that_one_rank_takes_keep_the_order_of_buckets(accumulate: int)
 def reduce_too_early() -> str:
     weight, mesh = torch.nn.Parameter(torch.ones(3)), build_mesh(1, "cpu")
     reducer = GradientReducer([weight], [], mesh, overlap=True)
+    reducer.reopen()
     reducer.start()
     weight.sum().backward()
     with pytest.raises(RuntimeError) as error:
