@@ -225,8 +225,8 @@ class EPOverlapStrategy(GuardedStrategy):
         keeps = self._ddp_kwargs.get("broadcast_buffers", True)
         self._buffers = ReplicatedBuffers(self.parallel.model, self.parallel.ignored()) if keeps else None
         self._syncing = self._reduced = True  # an earlier fit may have ended anywhere
-        self.use(self.config)
         self._record_graphs()
+        self.use(self.config)
         rank_zero_info(self._overlap.describe())
 
     def _record_graphs(self) -> None:
@@ -234,6 +234,7 @@ class EPOverlapStrategy(GuardedStrategy):
         assert self.parallel is not None
         if self._graphs is not None:
             self._graphs.close()
+            self._graphs = None
         if self.config.cuda_graph_scope:
             _, stack = find_stack(self.parallel.model, self.parallel.experts, self.config.overlap_split_module)
             self._graphs = DenseGraphs(
@@ -252,6 +253,8 @@ class EPOverlapStrategy(GuardedStrategy):
         self._overlap = Overlap(
             config, self.parallel, module.trainer.accumulate_grad_batches, module.automatic_optimization
         )
+        if self._graphs is not None:
+            self._graphs.want(self._overlap.in_flight)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()

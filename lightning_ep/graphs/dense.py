@@ -61,7 +61,7 @@ class DenseGraphs:
         self._lanes: list[list[RecordedLayer]] = []
         self._recorded_state: list[tuple] = []
         self._pools: list[Any] = []
-        self._wanted = 0
+        self._wanted = 1
         self._last_out: Tensor | None = None
         self._warned = False
         self._anchor = torch.zeros((), device=next(stack.parameters()).device, requires_grad=True)
@@ -73,6 +73,10 @@ class DenseGraphs:
         self._lanes.clear()
 
     # -- between windows
+
+    def want(self, lanes: int) -> None:
+        """So many micro-batches (or halves) will be in flight; more than was said so far, or it changes nothing."""
+        self._wanted = max(self._wanted, lanes)
 
     def record_wanted(self) -> None:
         """Make recordings that were asked for; call it when no micro-batch is in flight.
@@ -138,7 +142,7 @@ class DenseGraphs:
         return self._lanes[lane][layer.index].run(call, layer.experts, self._anchor)
 
     def _observed(self, layer: _Layer, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        layer.observed, self._wanted = call, 1
+        layer.observed = call
         if call.hidden >= 0:
             layer.follows = layer.index > 0 and call.leaves[call.hidden] is self._last_out
             call.forget_hidden()
@@ -151,7 +155,7 @@ class DenseGraphs:
             if not any(layer.busy for layer in layers):
                 return lane
         if self._lanes:
-            self._wanted = min(len(self._lanes) + 1, _LANES)
+            self.want(min(len(self._lanes) + 1, _LANES))
         return None
 
     def _is_collecting(self) -> bool:

@@ -221,7 +221,8 @@ class _Before(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, use: _Use, hidden: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer = use.layer
-        ctx.use = use
+        # Autograd would make the static gradient itself a leaf's `.grad`.
+        ctx.use, ctx.is_leaf = use, hidden.is_leaf
         ctx.set_materialize_grads(False)
         _load(layer.hidden.detach(), hidden)
         layer._before.replay()
@@ -241,7 +242,8 @@ class _Before(torch.autograd.Function):
         for parameter in layer.parameters:
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 hook(parameter)
-        return None, layer.grad_hidden.detach(), None
+        grad_hidden = layer.grad_hidden.clone() if ctx.is_leaf else layer.grad_hidden.detach()
+        return None, grad_hidden, None
 
 
 class _After(torch.autograd.Function):

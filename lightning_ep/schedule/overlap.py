@@ -95,6 +95,11 @@ class Overlap:
         return True
 
     @property
+    def in_flight(self) -> int:
+        """How many passes over the layers, of micro-batches or of halves, there are at a time."""
+        return 1 if self.choice == "none" else 2
+
+    @property
     def is_parked(self) -> bool:
         """Whether a backward waits for the next forward."""
         return self._one_f_one_b is not None and self._one_f_one_b.is_parked

@@ -1,6 +1,7 @@
 """A Hugging Face Qwen3-MoE under the Trainer over real NCCL: no overlap, 1f1b, 1f1b with delayed wgrad, alternated.
 
-on_one_gpu 2 tests/gpu/bench_overlap.py      (L layers, S tokens, MBS micro-batches, ROUNDS, DISPATCHER by environment)
+on_one_gpu 2 tests/gpu/bench_overlap.py      (L layers, S tokens, MBS micro-batches, ROUNDS, DISPATCHER, FUSED_NORMS, GRAPHS
+by environment)
 
 Parameters do not change (lr 0) and every step sees the same batches, so that gradients of the modes can be compared.
 """
@@ -23,6 +24,7 @@ from tests.gpu.common import DEVICES, RANK, WORLD, say, start
 
 L, S, MBS = (int(os.environ.get(k, d)) for k, d in (("L", 6), ("S", 2048), ("MBS", 6)))
 ROUNDS, FUSED_NORMS = int(os.environ.get("ROUNDS", 3)), bool(int(os.environ.get("FUSED_NORMS", 0)))
+GRAPHS = ["attn", "moe_router"] if int(os.environ.get("GRAPHS", 0)) else None
 DISPATCHER = os.environ.get("DISPATCHER", "alltoall")
 
 
@@ -45,7 +47,7 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(bool(int(os.environ.get("DETERMINISTIC", 0))))
     alternate = Alternate(MBS, ROUNDS)
     trainer = pl.Trainer(
-        **DEVICES, strategy=EPOverlapStrategy(WORLD, rms_norm_fusion=FUSED_NORMS, **OPTIONS[DISPATCHER]), precision="bf16-true", max_epochs=1,
+        **DEVICES, strategy=EPOverlapStrategy(WORLD, rms_norm_fusion=FUSED_NORMS, cuda_graph_scope=GRAPHS, **OPTIONS[DISPATCHER]), precision="bf16-true", max_epochs=1,
         logger=False, accumulate_grad_batches=MBS, enable_progress_bar=False, enable_checkpointing=False,
         enable_model_summary=False, use_distributed_sampler=False, callbacks=[alternate],
     )  # fmt: skip
@@ -57,7 +59,7 @@ if __name__ == "__main__":
         r = measured.report
         same = torch.equal(measured.gradients, base.gradients)
         say(
-            f"{DISPATCHER} world {WORLD} L {L} S {S} MBS {MBS} fused norms {FUSED_NORMS} {name:22s} {measured.median_ms:7.1f} ms (min {min(measured.step_ms):.1f} "
+            f"{DISPATCHER} world {WORLD} L {L} S {S} MBS {MBS} fused norms {FUSED_NORMS} graphs {GRAPHS} {name:22s} {measured.median_ms:7.1f} ms (min {min(measured.step_ms):.1f} "
             f"max {max(measured.step_ms):.1f}, host {min(measured.host_ms):.1f}) {base.median_ms / measured.median_ms:.3f}x  "
             f"comm {r.comm_ms:.1f} ms, beside compute {r.hidden_fraction:.1%}, compute {r.compute_ms:.1f}, idle "
             f"{r.idle_ms:.1f} of {r.span_ms:.1f} ms, {r.kernel_count} kernels, peak {measured.peak_bytes / 2**30:.1f} GiB, "
