@@ -23,6 +23,7 @@ from lightning_ep import recipes  # noqa: F401  so that their bare class names w
 from lightning_ep.config_file import read_config
 from lightning_ep.flex import both_overridden, settle_dispatcher
 from lightning_ep.rule import ConfigurationError
+from lightning_ep.strategy import EPOverlapStrategy
 
 
 class SaveConfigBesideLogs(SaveConfigCallback):
@@ -53,7 +54,11 @@ class EPLightningCLI(LightningCLI):
         return {name: known[name] for name in ("fit", "test", "predict")}
 
     def before_instantiate_classes(self) -> None:
-        strategy = self._get(self.config, "trainer").strategy
+        trainer = self._get(self.config, "trainer")
+        strategy = trainer.strategy
+        if isinstance(strategy, str) and strategy.rpartition(".")[2] == EPOverlapStrategy.__name__:
+            # A class path without arguments is a mere string to the parser, and Lightning knows names alone.
+            trainer.strategy = EPOverlapStrategy.strategy_name
         arguments: Any = getattr(strategy, "init_args", None)
         if arguments is not None and both_overridden(self.argv):
             kind, backend, note = settle_dispatcher(

@@ -74,6 +74,13 @@ def test_the_name_alone(tmp_path: Path) -> None:
     assert parsed("--config", config_file(tmp_path, "ep_overlap")).config.expert_model_parallel_size == 1
 
 
+@pytest.mark.parametrize("name", ["EPOverlapStrategy", "lightning_ep.EPOverlapStrategy"])
+def test_a_class_path_alone(tmp_path: Path, name: str) -> None:
+    """What `lightning-ep validate` takes for this strategy is this strategy."""
+    assert parsed("--config", config_file(tmp_path, name)).config.expert_model_parallel_size == 1
+    parsed("--config", config_file(tmp_path, "auto"), f"--trainer.strategy={name}")
+
+
 @pytest.mark.parametrize("prefix", ["--trainer.strategy.init_args.", "--trainer.strategy."])
 def test_dotted_overrides(tmp_path: Path, prefix: str) -> None:
     arguments = [f"{prefix}expert_model_parallel_size=4", f"{prefix}moe_dispatch_dedup=false"]
