@@ -82,7 +82,9 @@ def read_config(path: str) -> RunConfig:
         raise ValueError(f"{path}: an anchor is used inside of itself; write the values out")
     if not isinstance(document, Mapping):
         raise ValueError(f"{path}: holds no LightningCLI config; expected keys such as trainer, model, data")
-    prefix = "fit." if "trainer" not in document and isinstance(document.get("fit"), Mapping) else ""
+    if "fit" in document and not isinstance(document["fit"], Mapping):
+        raise ValueError(f"{path}: fit is {document['fit']!r}; expected keys such as trainer, model, data")
+    prefix = "fit." if "trainer" not in document and "fit" in document else ""
     section = document["fit"] if prefix else document
     trainer = section.get("trainer") or {}
     if not isinstance(trainer, Mapping):

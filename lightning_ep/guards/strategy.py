@@ -48,6 +48,10 @@ class GuardedStrategy(DDPStrategy):
     def __init__(self, timeout: timedelta | None, uneven_data: UnevenData = "stop", **kwargs: Any) -> None:
         if uneven_data not in UNEVEN_DATA:
             raise ValueError(f"uneven_data={uneven_data!r} is not a choice; use one of {UNEVEN_DATA}")
+        if timeout is not None and timeout <= timedelta(0):
+            raise ValueError(
+                f"timeout={str(timeout)!r} leaves no time to wait; set it to '0:10:00', or None for no limit"
+            )
         super().__init__(timeout=timeout, **kwargs)
         self.uneven_data = uneven_data
         self._hosts: SideGroup | None = None  # our agreements

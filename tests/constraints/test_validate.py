@@ -262,6 +262,7 @@ def test_models_that_cannot_be_built(
         ("just a sentence", "holds no LightningCLI config"),
         ("trainer: 3", "trainer is 3"),
         ("trainer: {strategy: {class_path: x, init_args: [1]}}", "init_args is [1]"),
+        ("fit: [1]", "fit is [1]; expected keys"),
         ("trainer: {strategy: [ep_overlap]}", "trainer.strategy is ['ep_overlap']; expected a name, or class_path"),
         ("trainer: {strategy: {class_path: 5}}", "trainer.strategy is {'class_path': 5}; expected a name"),
         ("trainer: {strategy: ep_overlap}\nmodel: &m {init_args: {teacher: *m}}", "an anchor is used inside of itself"),

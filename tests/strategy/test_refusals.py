@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -138,6 +139,8 @@ def test_remote_checkpoints_are_not_read_either() -> None:
         ({"expert_model_paralel_size": 2}, TypeError, "'expert_model_paralel_size'; did you mean 'expert_model_parallel_size'"),
         ({"ddp_comm_hook": print}, ValueError, "ddp_comm_hook: belongs to DDP's reducer"),
         ({"model_averaging_period": 4}, ValueError, "model_averaging_period"),
+        ({"timeout": timedelta(0)}, ValueError, "timeout='0:00:00' leaves no time to wait; set it to"),
+        ({"expert_model_parallel_size": None}, ValueError, "expert_model_parallel_size=None is not a size"),
     ],
 )  # fmt: skip
 def test_arguments_that_would_do_nothing_are_refused(arguments: dict, error: type[Exception], words: str) -> None:
