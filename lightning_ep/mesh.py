@@ -44,6 +44,26 @@ class ExpertMesh:
             dist.destroy_process_group(group)
 
 
+# The groups of the last run in this process, if it ended well, with what they were made for: a process that trains again
+# and again must not gather groups, which have threads and memory of the GPU.
+_kept: tuple[tuple, ExpertMesh] | None = None
+
+
+def keep_mesh(mesh: ExpertMesh | None, timeout: timedelta | None = None) -> None:
+    """Let the next run take over these groups; None after a failure, which may have left them in disorder."""
+    global _kept
+    _kept = None if mesh is None else (_purpose(mesh.ep_size, mesh.device_mesh.device_type, timeout), mesh)
+
+
+def kept_mesh(ep_size: int, device_type: str, timeout: timedelta | None = None) -> ExpertMesh | None:
+    """Groups of an earlier run that serve this one too. Ranks may differ in whether they have some."""
+    return _kept[1] if _kept is not None and _kept[0] == _purpose(ep_size, device_type, timeout) else None
+
+
+def _purpose(ep_size: int, device_type: str, timeout: timedelta | None) -> tuple:
+    return dist.group.WORLD, ep_size, device_type, timeout
+
+
 def build_mesh(ep_size: int, device_type: str, timeout: timedelta | None = None) -> ExpertMesh:
     """Create the EP and EDP groups of every rank. Collective: all ranks call it, in the same order.
 

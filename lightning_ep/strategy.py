@@ -38,7 +38,7 @@ from lightning_ep.graphs.recorder import CudaRecorder, Recorder
 from lightning_ep.guards.failure import left_where_it_is
 from lightning_ep.guards.loaders import UnevenData
 from lightning_ep.guards.strategy import GuardedStrategy
-from lightning_ep.mesh import ExpertMesh, build_mesh
+from lightning_ep.mesh import ExpertMesh, build_mesh, keep_mesh, kept_mesh
 from lightning_ep.pretrained import experts_will_be_cut
 from lightning_ep.replicas import ReplicatedBuffers, check_ddp_arguments, check_gradients, check_optimizers
 from lightning_ep.schedule.overlap import Overlap
@@ -143,8 +143,8 @@ class EPOverlapStrategy(GuardedStrategy):
         enforce(self._facts())  # before any process group and any weight exists
         super().setup_environment()
         # A model that exists already is cut here: callbacks that copy it in their setup must see local experts.
-        if self.mesh is None:
-            self.mesh = self._build_mesh()
+        if self.mesh is None or not self._may_close:
+            self.mesh, self._may_close = self._build_mesh(), True
         assert self.lightning_module is not None
         self._is_described = self.parallel is not None and self.parallel.model is self.lightning_module
         self.parallel = ParallelModel(self.lightning_module, self.config, self.mesh, self._transport())
@@ -163,7 +163,10 @@ class EPOverlapStrategy(GuardedStrategy):
         return gather_facts(self.config, self.lightning_module.trainer, self.lightning_module)
 
     def _build_mesh(self) -> ExpertMesh:
-        return build_mesh(self.config.expert_model_parallel_size, self.root_device.type, self._timeout)
+        arguments = (self.config.expert_model_parallel_size, self.root_device.type, self._timeout)
+        kept = kept_mesh(*arguments)
+        all_have_one = kept is not None if self._hosts is None else self._hosts.all(kept is not None)
+        return kept if kept is not None and all_have_one else build_mesh(*arguments)
 
     def _facts_to_compare(self) -> Mapping[str, Any]:
         return {f"EPOverlapStrategy({name})": value for name, value in vars(self.config).items()}
@@ -392,6 +395,7 @@ class EPOverlapStrategy(GuardedStrategy):
             self._graphs = None
         if self.parallel is not None and self._may_close:
             self.parallel.close()
+        keep_mesh(self.mesh if self._may_close else None, self._timeout)
         with left_where_it_is(self.lightning_module):
             super().teardown()
 

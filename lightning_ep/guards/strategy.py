@@ -95,9 +95,8 @@ class GuardedStrategy(DDPStrategy):
         super().setup_environment()
         if dist.get_world_size() == 1:
             return
-        if self._hosts is None:
-            self._hosts, self._calls = SideGroup(self._timeout), SideGroup(self._timeout)
-            self._processes = self._hosts.gather(Process.own())
+        self._hosts, self._calls = SideGroup(self._timeout), SideGroup(self._timeout)
+        self._processes = self._hosts.gather(Process.own())
         trainer = self.lightning_module.trainer
         handshake.compare(self._hosts, {**handshake.run_facts(trainer), **self._facts_to_compare()}, "code or options")
         self._watch = Watch(
@@ -202,13 +201,17 @@ class GuardedStrategy(DDPStrategy):
                 self._calls.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._calls is None or self._alone:
+        if self._calls is None:
+            return super().broadcast(obj, src)
+        if self._alone:
             return obj
         with progress.at("a broadcast"):
             return self._calls.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._calls is None or self._alone:
+        if self._calls is None:
+            return super().reduce_boolean_decision(decision, all)
+        if self._alone:
             return bool(decision)
         with progress.at("a decision of all ranks"):
             return self._calls.all(bool(decision)) if all else self._calls.any(bool(decision))
@@ -254,7 +257,8 @@ class GuardedStrategy(DDPStrategy):
         if self._control is not None:
             self._control.detach()
         if self._watch is not None:
-            if not self._alone:
+            together = not self._alone
+            if together:
                 # A rank that leaves before the others looks dead to them.
                 self.barrier("end of the run")
             try:
@@ -262,8 +266,16 @@ class GuardedStrategy(DDPStrategy):
             finally:
                 self._watch.close()
                 self._watch = self._control = self._serving = None
+                self._leave_side_groups(together)
         else:
             super().teardown()
+
+    def _leave_side_groups(self, together: bool) -> None:
+        """The next run makes its own. After a failure they stay as they are: closing would wait for what never comes."""
+        for side in (self._hosts, self._calls):
+            if together and side is not None:
+                side.destroy()
+        self._hosts = self._calls = None
 
 
 def _where(trainer: pl.Trainer) -> str:

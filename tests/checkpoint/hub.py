@@ -63,6 +63,7 @@ _safe_open = safetensors.safe_open
 def spread(folder: Path, ep_size: int, **kwargs: Any) -> tuple[ParallelModel, ExpertMesh]:
     """What the strategy does with a model of `from_pretrained`."""
     mesh = build_mesh(ep_size, "cpu")
+    dist.barrier()  # a rank that fails at once must not leave while others still connect
     with experts_will_be_cut():
         model = from_pretrained(folder, attn_implementation="eager", **kwargs)
     parallel = ParallelModel(model, EPConfig(expert_model_parallel_size=ep_size), mesh)
