@@ -85,7 +85,7 @@ def when_buckets_leave(overlap: bool) -> list[str]:
     all_reduce = dist.all_reduce
 
     def recorded(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if group is strategy.mesh.edp_group:
+        if strategy.mesh is not None and group is strategy.mesh.edp_group:
             events.append("bucket")
         return all_reduce(tensor, op=op, group=group, async_op=async_op)
 
