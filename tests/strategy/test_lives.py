@@ -131,10 +131,10 @@ def census(options: dict[str, Any]) -> list[int]:
 def test_no_step_leaves_anything_behind(options: dict[str, Any]) -> None:
     for counts in run_distributed(census, 2, options):
         # Gradients and optimizer states exist from the first window on; a window's first batch may leave its graph parked.
-        # A gloo thread may hold a tensor a moment longer, hence not the same number every time.
+        # A gloo thread may hold a tensor or two a moment longer; one left behind a window would be four by then.
         for phase in (0, 1):
             early, late = counts[4 + phase : 8 : 2], counts[12 + phase :: 2]
-            assert len(late) == 2 and min(late) <= max(early), counts
+            assert len(late) == 2 and min(late) <= max(early) + 2, counts
 
 
 # -- fresh memory full of NaN
