@@ -35,11 +35,11 @@ class Call:
         """Why this call cannot be recorded, or None."""
         if self.hidden < 0:
             return "its call has no tensor of floating point"
-        for i, leaf in enumerate(self.leaves):
-            if isinstance(leaf, Tensor):
-                if leaf.requires_grad and i != self.hidden:
-                    return f"a second argument, of shape {tuple(leaf.shape)}, needs a gradient"
-            elif not isinstance(leaf, _PLAIN):
+        for _, tensor in self.other_tensors():
+            if tensor.requires_grad:
+                return f"a second argument, of shape {tuple(tensor.shape)}, needs a gradient"
+        for leaf in self.leaves:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
                 return f"its call has an argument of type {type(leaf).__name__} (a cache: set use_cache=False in the config)"
         return None
 
@@ -49,11 +49,12 @@ class Call:
             len(self.leaves) == len(other.leaves)
             and self._kwargs.keys() == other._kwargs.keys()
             and all(_alike(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
-            and not any(isinstance(a, Tensor) and a.requires_grad for a in self._others())
+            and not any(tensor.requires_grad for _, tensor in self.other_tensors())
         )
 
-    def _others(self) -> Iterable[Any]:
-        return (leaf for i, leaf in enumerate(self.leaves) if i != self.hidden)
+    def other_tensors(self) -> list[tuple[int, Tensor]]:
+        """The tensors beside the hidden states, with their index among the leaves."""
+        return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and i != self.hidden]
 
     def forget_hidden(self) -> None:
         """Keep no more of the hidden states than their shape."""

@@ -120,10 +120,11 @@ class DenseGraphs:
         return [layer.state() for layer in self._layers]
 
     def _pool(self, lane: int, layer: _Layer) -> Any:
-        return self._pools[self._memory(lane, layer.index)]
+        return self._pools[layer.index if lane == 0 else self._partner(layer)]
 
-    def _memory(self, lane: int, index: int) -> int:
-        return index if lane == 0 else len(self._layers) - index
+    def _partner(self, layer: _Layer) -> int:
+        """Index of the layer whose memory in the other lane is this one's; the number of layers where there is none."""
+        return len(self._layers) - layer.index
 
     # -- in a forward
 
@@ -191,13 +192,9 @@ class DenseGraphs:
         if self._lanes[lane][layer.index].busy:  # called twice in one forward
             return False
         # The layer that shares this one's memory must have been left by its backward.
-        memory = self._memory(lane, layer.index)
-        return not any(
-            self._memory(other, one) == memory and recorded.busy
-            for other, layers in enumerate(self._lanes)
-            if other != lane
-            for one, recorded in enumerate(layers)
-        )
+        partner = self._partner(layer)
+        others = [layers for other, layers in enumerate(self._lanes) if other != lane]
+        return not any(layers[partner].busy for layers in others if partner < len(layers))
 
 
 class _Layer:

@@ -109,16 +109,15 @@ class RecordedLayer:
         if hidden is None:
             hidden = torch.empty_like(call.leaves[call.hidden], device=next(experts.parameters()).device)
         self.hidden = hidden.detach().requires_grad_()
-        self._statics = [
-            (i, statics.setdefault(id(leaf), Static(leaf)))
-            for i, leaf in enumerate(call.leaves)
-            if isinstance(leaf, Tensor) and i != call.hidden
-        ]
-        for i, static in self._statics:
-            static.load(call.leaves[i])
         leaves = list(call.leaves)
         leaves[call.hidden] = self.hidden
-        for i, static in self._statics:
+        self._statics: list[tuple[int, Static]] = []
+        for i, tensor in call.other_tensors():
+            if id(tensor) not in statics:
+                statics[id(tensor)] = Static(tensor)
+            static = statics[id(tensor)]
+            static.load(tensor)
+            self._statics.append((i, static))
             leaves[i] = static.tensor
         self._record_forward(forward, experts, *call.replaced(leaves))
 

@@ -12,8 +12,11 @@ export LD_LIBRARY_PATH="$nvshmem:${LD_LIBRARY_PATH:-}" PYTHONPATH="/tmp/kit/site
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
 "$(command -v nvidia-cuda-mps-control || echo /usr/local/nvidia/bin/nvidia-cuda-mps-control)" -d && sleep 1
+sharing_gpu() { # sharing_gpu CMD...: in the environment of ranks that share the GPU
+  LIGHTNING_EP_ONE_GPU=1 LD_PRELOAD=/tmp/kit/nccl/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \
+    NCCL_MAX_NCHANNELS=4 "$@"
+}
 on_one_gpu() {
   local n=$1; shift
-  LIGHTNING_EP_ONE_GPU=1 LD_PRELOAD=/tmp/kit/nccl/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \
-    NCCL_MAX_NCHANNELS=4 torchrun --nproc-per-node "$n" "$@"
+  sharing_gpu torchrun --nproc-per-node "$n" "$@"
 }

@@ -26,10 +26,9 @@ checks=("equality2     comm       240      2      check_equality.py"
 launch() { # launch RANKS SCRIPT...: one process runs without MPS, and may start others
   if [ "$1" -gt 1 ]; then on_one_gpu "$@"; return; fi
   shift
-  LIGHTNING_EP_ONE_GPU=1 LD_PRELOAD=/tmp/kit/nccl/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 \
-    NCCL_MAX_NCHANNELS=4 env -u CUDA_MPS_PIPE_DIRECTORY python3 "$@"
+  sharing_gpu env -u CUDA_MPS_PIPE_DIRECTORY python3 "$@"
 }
-export -f launch on_one_gpu
+export -f launch on_one_gpu sharing_gpu
 
 rows=() failed=0
 for check in "${checks[@]}"; do

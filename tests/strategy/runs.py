@@ -389,6 +389,13 @@ def manual_accumulation_without_syncing() -> Run:
     return Run(Module())
 
 
+def two_parts(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of two optimizers, each with experts and dense ones."""
+    one = [p for n, p in module.named_parameters() if "moe.0" in n or "first" in n]
+    other = [p for n, p in module.named_parameters() if not ("moe.0" in n or "first" in n)]
+    return one, other
+
+
 @trains
 def two_optimizers_that_take_turns() -> Run:
     class Module(Manual):
@@ -401,8 +408,7 @@ def two_optimizers_that_take_turns() -> Run:
                 self.untoggle_optimizer(optimizer)
 
         def configure_optimizers(self) -> Any:
-            one = [p for n, p in self.named_parameters() if "moe.0" in n or "first" in n]
-            other = [p for n, p in self.named_parameters() if not ("moe.0" in n or "first" in n)]
+            one, other = two_parts(self)
             return adamw(one), adamw(other, lr=3e-3)
 
     return Run(Module(), steps=3)
@@ -418,8 +424,7 @@ class TwoParts(Manual):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        one = [p for n, p in self.named_parameters() if "moe.0" in n or "first" in n]
-        other = [p for n, p in self.named_parameters() if not ("moe.0" in n or "first" in n)]
+        one, other = two_parts(self)
         return torch.optim.SGD(one, lr=0.1), torch.optim.SGD(other, lr=0.1)
 
 
