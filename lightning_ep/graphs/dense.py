@@ -205,7 +205,8 @@ class _Layer:
         self.own, self._replaced = module.forward, module.__dict__.get("forward")
         self.observed: Call | None = None
         self.follows = False  # whether its input is the output of the layer before
-        self._dense: list[nn.Module] = []
+        inside = set(experts.modules())
+        self._dense = [each for each in module.modules() if each not in inside]
         object.__setattr__(module, "_dense_graph", self)
         module.forward = MethodType(_forward, module)
 
@@ -220,9 +221,6 @@ class _Layer:
 
     def state(self) -> tuple:
         """What a recording takes for granted of the layer's dense parts, which differs when it is no longer so."""
-        if not self._dense:
-            inside = set(self.experts.modules())
-            self._dense = [module for module in self.module.modules() if module not in inside]
         tensors = [
             t for m in self._dense for held in (m._parameters, m._buffers) for t in held.values() if t is not None
         ]
@@ -252,7 +250,9 @@ class _Layer:
 
     def record(self, hidden: Tensor | None, statics: dict[int, Static], shared: Shared, pool: Any) -> RecordedLayer:
         assert self.observed is not None
-        return self._named(lambda: RecordedLayer(self.own, self.experts, self.observed, hidden, statics, shared, pool))
+        return self._named(
+            lambda: RecordedLayer(self.own, self.experts, self._dense, self.observed, hidden, statics, shared, pool)
+        )
 
     def record_backward(self, recorded: RecordedLayer, grad_out: Tensor | None) -> None:
         self._named(lambda: recorded.record_backward(grad_out))

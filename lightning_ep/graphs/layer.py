@@ -11,7 +11,8 @@ one buffer a parameter.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class RecordedLayer:
     Args:
         forward: the layer's own.
         experts: its experts module, whose forward is replaced while recording.
+        dense: its other modules, whose parameters are replaced while recording.
         call: an observed call; its tensors but the hidden states are replaced by `statics`.
         hidden: the static input, another recorded layer's output; None makes one.
         pool: memory of the activations.
@@ -98,6 +100,7 @@ class RecordedLayer:
         self,
         forward: Callable[..., Any],
         experts: nn.Module,
+        dense: list[nn.Module],
         call: Call,
         hidden: Tensor | None,
         statics: dict[int, Static],
@@ -119,7 +122,8 @@ class RecordedLayer:
             static.load(tensor)
             self._statics.append((i, static))
             leaves[i] = static.tensor
-        self._record_forward(forward, experts, *call.replaced(leaves))
+        with _own_leaves(dense) as self._parameter_of:
+            self._record_forward(forward, experts, *call.replaced(leaves))
 
     # -- recording
 
@@ -167,15 +171,15 @@ class RecordedLayer:
             self._grad_weights = self._shared.gradient_of(self.weights)
             outputs.append(self.weights)
             grad_outputs.append(self._grad_weights)
-        parameters = [
-            leaf for leaf in _leaves_behind(outputs) if leaf is not self.hidden and leaf is not self._experts_out
-        ]
+        leaves = [leaf for leaf in _leaves_behind(outputs) if leaf is not self.hidden and leaf is not self._experts_out]
+        parameters = [self._parameter_of.pop(leaf, leaf) for leaf in leaves]
         self._shared.gradients.prepare(parameters)
         with self._shared.recorder.record(self._shared.pool) as self._before_bwd:
-            grads = torch.autograd.grad(outputs, [self.hidden, *parameters], grad_outputs, allow_unused=True)
+            grads = torch.autograd.grad(outputs, [self.hidden, *leaves], grad_outputs, allow_unused=True)
             self.grad_hidden = grads[0]
             self.parameters = self._shared.gradients.add(parameters, grads[1:])
         # From here on only addresses matter: no graph holds the memory of activations any more.
+        self._parameter_of.clear()
         self.tokens, self.weights = self.tokens.detach(), self.weights.detach()
         self.out, self._experts_out = self.out.detach(), self._experts_out.detach()
 
@@ -269,6 +273,30 @@ def _load(static: Tensor, source: Tensor | None) -> None:
         static.zero_()
     elif source.data_ptr() != static.data_ptr():
         static.copy_(source)
+
+
+@contextmanager
+def _own_leaves(modules: list[nn.Module]) -> Iterator[dict[Tensor, nn.Parameter]]:
+    """Parameters replaced by other leaves on the same memory; yields leaf -> parameter.
+
+    Autograd hands a gradient to a parameter on the stream of its first use, for as long as a graph that used it is alive: a
+    loss that the user keeps would tie the recording's stream to the default stream, which cannot be recorded.
+    """
+    leaves: dict[nn.Parameter, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                if parameter not in leaves:
+                    leaves[parameter] = parameter.detach().requires_grad_()
+                replaced.append((module._parameters, name, parameter))
+    for held, name, parameter in replaced:
+        held[name] = leaves[parameter]
+    try:
+        yield {leaf: parameter for parameter, leaf in leaves.items()}
+    finally:
+        for held, name, parameter in replaced:
+            held[name] = parameter
 
 
 def _leaves_behind(outputs: list[Tensor]) -> list[Tensor]:

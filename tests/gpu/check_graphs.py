@@ -49,7 +49,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(loss.detach())
+        self.losses.append(loss)  # with its graph, as users do: a recording must not meet the stream that it remembers
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -90,7 +90,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     batches = [torch.randint(0, 1024, (2, S), generator=generator) for _ in range(STEPS * MBS)]
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return {
-        "losses": torch.stack(module.losses),
+        "losses": torch.stack(module.losses).detach(),
         "params": [p.detach().clone() for p in module.parameters()],
         "steps": clock.steps,
         "peak": torch.cuda.max_memory_allocated() / 2**30,
