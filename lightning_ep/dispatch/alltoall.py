@@ -11,6 +11,7 @@ Both are views of one arena in which the own rows overlap, so what stays on the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn, Protocol
@@ -26,10 +27,15 @@ from lightning_ep.dispatch.permute import INVALID, ROWS, TOKENS, Wire
 
 
 class Transport(Protocol):
-    """Carries rows between the ranks of an EP group."""
+    """Carries rows between the ranks of an EP group.
+
+    Attributes:
+        num_sms: multiprocessors that an exchange occupies; 0 where that is not known.
+    """
 
     size: int
     rank: int
+    num_sms: int
 
     def all_to_all(
         self, out: Tensor, inp: Tensor, out_splits: list[int] | None = None, in_splits: list[int] | None = None
@@ -46,6 +52,7 @@ class GroupTransport:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.num_sms = int(os.environ.get("NCCL_MAX_CTAS", 0))
         self._options = dist.AllToAllOptions()
         self._options.asyncOp = True  # on the group's own stream
 

@@ -43,6 +43,7 @@ class DeepEPGroup:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, num_sms: int = 20) -> None:
+        self.num_sms = num_sms
         self.size, self.rank, self.lanes = dist.get_world_size(group), dist.get_rank(group), Lanes(device)
         if problem := unreachable(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", self.size))):
             raise ValueError(problem)

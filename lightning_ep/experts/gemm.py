@@ -19,6 +19,9 @@ from torch import Tensor
 
 from lightning_ep.imports import is_available
 
+# torch has no public name for it yet.
+_set_sm_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -49,28 +52,40 @@ class Gemm(Protocol):
         """Add the weight's gradient to `out`, of the same dtype or float32, with no temporary of its size."""
 
 
-def gemm_backend(implementation: str) -> Callable[[], Gemm]:
-    """Makes the backend of one forward: "grouped_mm", or "transformer_engine" in the FP8 recipe around it, if any."""
+def gemm_backend(implementation: str, spared_sms: Callable[[], int]) -> Callable[[], Gemm]:
+    """Makes the backend of one forward: "grouped_mm", or "transformer_engine" in the FP8 recipe around it, if any.
+
+    Args:
+        spared_sms: multiprocessors to leave to an exchange, see `TorchGemm`.
+    """
     if implementation == "grouped_mm":
-        return TorchGemm
+        return lambda: TorchGemm(spared_sms())
     from lightning_ep.experts.transformer_engine import TransformerEngineGemm
 
     return TransformerEngineGemm.in_context
 
 
 class TorchGemm:
-    """`F.grouped_mm`, and a loop over experts where that does not run."""
+    """`F.grouped_mm`, and a loop over experts where that does not run.
+
+    Args:
+        spared_sms: multiprocessors (SMs) of the GPU to leave to an exchange that runs beside. The kernel keeps one block
+            an SM for its whole life; blocks whose SM is taken would run after all others, in twice the time.
+    """
 
     row_multiple = 1
 
+    def __init__(self, spared_sms: int = 0) -> None:
+        self.spared_sms = spared_sms
+
     def product(self, x_Pi: Tensor, weight: Tensor, split: Split, transposed: bool) -> Tensor:
-        return _matmul(x_Pi, weight if transposed else weight.transpose(1, 2), split)
+        return self._matmul(x_Pi, weight if transposed else weight.transpose(1, 2), split)
 
     def input_grad(self, grad_Po: Tensor, weight: Tensor, split: Split, transposed: bool) -> Tensor:
-        return _matmul(grad_Po, weight.transpose(1, 2) if transposed else weight, split)
+        return self._matmul(grad_Po, weight.transpose(1, 2) if transposed else weight, split)
 
     def weight_grad(self, grad_Po: Tensor, x_Pi: Tensor, split: Split, transposed: bool) -> Tensor:
-        return _outer(x_Pi, grad_Po, split) if transposed else _outer(grad_Po, x_Pi, split)
+        return self._outer(x_Pi, grad_Po, split) if transposed else self._outer(grad_Po, x_Pi, split)
 
     def add_weight_grad(self, out: Tensor, grad_Po: Tensor, x_Pi: Tensor, split: Split, transposed: bool) -> None:
         left, right = (x_Pi, grad_Po) if transposed else (grad_Po, x_Pi)
@@ -81,22 +96,30 @@ class TorchGemm:
         else:
             add_outer(out, left, right, split)
 
+    def _matmul(self, a_Pk: Tensor, b_Lkn: Tensor, split: Split) -> Tensor:
+        """`[P, n]`."""
+        # Every row is covered by an offset: the kernel leaves others uninitialised.
+        if _runs_grouped(a_Pk, b_Lkn):
+            return self._grouped_mm(a_Pk, b_Lkn, split)
+        parts = [rows @ b_Lkn[e] for e, rows in enumerate(a_Pk.split(split.counts)) if len(rows)]
+        return torch.cat(parts) if parts else a_Pk.new_empty(0, b_Lkn.shape[2])
 
-def _matmul(a_Pk: Tensor, b_Lkn: Tensor, split: Split) -> Tensor:
-    """`[P, n]`."""
-    # Every row is covered by an offset: the kernel leaves others uninitialised.
-    if _runs_grouped(a_Pk, b_Lkn):
-        return F.grouped_mm(a_Pk, b_Lkn, offs=split.offsets_L)
-    parts = [rows @ b_Lkn[e] for e, rows in enumerate(a_Pk.split(split.counts)) if len(rows)]
-    return torch.cat(parts) if parts else a_Pk.new_empty(0, b_Lkn.shape[2])
+    def _outer(self, left_Pm: Tensor, right_Pn: Tensor, split: Split) -> Tensor:
+        """`[L, m, n]`: each expert's `left^T right`."""
+        if _runs_grouped(left_Pm.t(), right_Pn):
+            return self._grouped_mm(left_Pm.t(), right_Pn, split)
+        pairs = zip(left_Pm.split(split.counts), right_Pn.split(split.counts), strict=True)
+        return torch.stack([left.t() @ right for left, right in pairs])
 
-
-def _outer(left_Pm: Tensor, right_Pn: Tensor, split: Split) -> Tensor:
-    """`[L, m, n]`: each expert's `left^T right`."""
-    if _runs_grouped(left_Pm.t(), right_Pn):
-        return F.grouped_mm(left_Pm.t(), right_Pn, offs=split.offsets_L)
-    pairs = zip(left_Pm.split(split.counts), right_Pn.split(split.counts), strict=True)
-    return torch.stack([left.t() @ right for left, right in pairs])
+    def _grouped_mm(self, a: Tensor, b: Tensor, split: Split) -> Tensor:
+        if not self.spared_sms or not a.is_cuda or _set_sm_carveout is None:
+            return F.grouped_mm(a, b, offs=split.offsets_L)
+        # For this call only: other GEMMs would choose other kernels, with other bits.
+        _set_sm_carveout(self.spared_sms)
+        try:
+            return F.grouped_mm(a, b, offs=split.offsets_L)
+        finally:
+            _set_sm_carveout(None)
 
 
 def add_outer(out_Lmn: Tensor, left_Pm: Tensor, right_Pn: Tensor, split: Split) -> None:

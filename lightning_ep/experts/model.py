@@ -23,7 +23,11 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class ParallelModel:
-    """The experts of one model, spread over an EP group, their tokens carried by `transport` (what `config` says)."""
+    """The experts of one model, spread over an EP group, their tokens carried by `transport` (what `config` says).
+
+    Attributes:
+        overlaps: whether exchanges run beside the experts, which then leave their multiprocessors alone.
+    """
 
     def __init__(
         self, model: nn.Module, config: EPConfig, mesh: ExpertMesh, transport: Transport | None = None
@@ -32,6 +36,7 @@ class ParallelModel:
         self.transport = transport or make_carrier(config, mesh)
         self.queue = WeightGradQueue(fuse=config.gradient_accumulation_fusion)
         self.queue.delay = config.delays_wgrad
+        self.overlaps = False
         self.finite = FiniteCheck(model)
         self.experts: list[FoundExperts] = []
 
@@ -64,11 +69,14 @@ class ParallelModel:
             dispatcher=make_dispatcher(
                 self.config, found.num_experts, self.transport, layer, after_dispatch_grad=self.queue.flush
             ),
-            gemm=gemm_backend(self.config.experts_implementation),
+            gemm=gemm_backend(self.config.experts_implementation, self._spared_sms),
             queue=self.queue,
             finite=self.finite,
             force_load_balancing=self.config.moe_router_force_load_balancing,
         )
+
+    def _spared_sms(self) -> int:
+        return self.transport.num_sms if self.overlaps or self.queue.delay else 0
 
     def float32_gradients(self) -> set[Tensor]:
         """Half-precision parameters whose gradients add up in float32."""

@@ -69,6 +69,7 @@ class Overlap:
             self.reason += f", splits {name!r}"
             self._two_batch = TwoBatch(stack, lambda: self._nothing_to_overlap("a batch of 1 cannot be split"))
         parallel.queue.delay = config.delays_wgrad
+        parallel.overlaps = self.choice != "none"
 
     def _nothing_to_overlap(self, why: str) -> None:
         if not self._warned:
