@@ -112,7 +112,7 @@ class TorchGemm:
         return torch.stack([left.t() @ right for left, right in pairs])
 
     def _grouped_mm(self, a: Tensor, b: Tensor, split: Split) -> Tensor:
-        if not self.spared_sms or not a.is_cuda or _set_sm_carveout is None:
+        if not self.spared_sms or _set_sm_carveout is None:
             return F.grouped_mm(a, b, offs=split.offsets_L)
         # For this call only: other GEMMs would choose other kernels, with other bits.
         _set_sm_carveout(self.spared_sms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from lightning_ep import EPOverlapStrategy
 from lightning_ep.config import EPConfig
 from lightning_ep.dispatch.base import exchange_observers
+from lightning_ep.experts import gemm
 from lightning_ep.experts.interface import find_experts
 from lightning_ep.experts.wgrad import WeightGradQueue
 from lightning_ep.schedule.overlap import Overlap, choose_schedule
@@ -51,6 +53,30 @@ def test_1f1b_is_bit_identical(precision: str, delay: bool) -> None:
         assert torch.equal(one["losses"], other["losses"])
         for name, parameter in one["params"].items():
             assert torch.equal(parameter, other["params"][name]), name
+
+
+# -- multiprocessors: experts leave those of an exchange alone, and only while exchanges run beside them
+
+
+def _spared(options: dict) -> list[int | None]:
+    seen: list[int | None] = []
+    os.environ["NCCL_MAX_CTAS"] = "4"
+    own, gemm._set_sm_carveout = gemm._set_sm_carveout, seen.append
+    try:
+        _train("qwen3_moe", 2, options, 2, 1, "bf16-true")
+    finally:
+        gemm._set_sm_carveout = own
+        del os.environ["NCCL_MAX_CTAS"]
+    return seen
+
+
+@pytest.mark.parametrize("options", [OVERLAP, {"overlap_dispatch_backward_with_experts_wgrad": True}, {}])
+def test_experts_spare_the_multiprocessors_of_an_exchange(options: dict) -> None:
+    for seen in run_distributed(_spared, 2, options):
+        if not options:
+            assert not seen
+        else:  # set for each call alone
+            assert len(seen) >= 2 * 3 and seen == [4, None] * (len(seen) // 2)
 
 
 def _order() -> list[str]:
