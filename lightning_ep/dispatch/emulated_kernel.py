@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lightning_ep.triton_kernel import kernel
 
 _BLOCK = 4096  # int32 words a program copies at once
 
 
 def copy_for(out: Tensor, inp: Tensor, seconds: float, num_sms: int) -> None:
     """Copy contiguous `inp` to `out` on `num_sms` multiprocessors and hold them until `seconds` have passed."""
-    source, target = (t.view(torch.uint8).reshape(-1) if t.numel() else t for t in (inp, out))
-    num_words = source.numel() // 4 if inp.numel() else 0
-    emulated_all_to_all[(num_sms,)](
-        source.view(torch.int32), target.view(torch.int32), num_words, int(seconds * 1e9), num_sms, _BLOCK, num_warps=16
+    assert inp.nbytes % 4 == 0, "copied in words of 4 bytes"
+    emulated_all_to_all(
+        (num_sms, 1), (inp, out), (inp.nbytes // 4, round(seconds * 1e6)), (num_sms, _BLOCK), num_warps=16
     )
 
 
-@triton.jit(do_not_specialize=["num_words", "nanoseconds"])
-def emulated_all_to_all(source, target, num_words, nanoseconds, NUM_SMS: tl.constexpr, BLOCK: tl.constexpr):
+@kernel(sizes=("num_words", "microseconds"))
+def emulated_all_to_all(source, target, num_words, microseconds, NUM_SMS: tl.constexpr, BLOCK: tl.constexpr):
     start = _nanoseconds()
-    first = tl.program_id(0) * BLOCK
-    for at in range(first, num_words, NUM_SMS * BLOCK):
-        words = at + tl.arange(0, BLOCK)
-        value = tl.load(source + words, mask=words < num_words)
-        tl.store(target + words, value, mask=words < num_words)
-    while _nanoseconds() - start < nanoseconds:
+    for at in range(tl.program_id(0) * BLOCK, num_words, NUM_SMS * BLOCK):
+        word = at + tl.arange(0, BLOCK)
+        value = tl.load(source.to(tl.pointer_type(tl.int32)) + word, mask=word < num_words)
+        tl.store(target.to(tl.pointer_type(tl.int32)) + word, value, mask=word < num_words)
+    end = start + microseconds.to(tl.int64) * 1000
+    while _nanoseconds() < end:
         pass
 
 
