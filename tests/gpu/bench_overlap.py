@@ -18,27 +18,13 @@ from torch.utils.data import DataLoader
 
 from lightning_ep import EPOverlapStrategy
 from lightning_ep.bench.alternate import MODES, Alternate
-from lightning_ep.bench.shapes import qwen3_30b_a3b
 from tests.dispatch.conformance import OPTIONS
-from tests.gpu.common import DEVICES, RANK, WORLD, say, start
+from tests.gpu.common import DEVICES, RANK, WORLD, Qwen3Layers, say, start
 
 L, S, MBS = (int(os.environ.get(k, d)) for k, d in (("L", 6), ("S", 2048), ("MBS", 6)))
 ROUNDS, FUSED_NORMS = int(os.environ.get("ROUNDS", 3)), bool(int(os.environ.get("FUSED_NORMS", 0)))
 GRAPHS = ["attn", "moe_router"] if int(os.environ.get("GRAPHS", 0)) else None
 DISPATCHER = os.environ.get("DISPATCHER", "alltoall")
-
-
-class Module(pl.LightningModule):
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            with torch.device("meta"):
-                self.model = qwen3_30b_a3b(L)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.model(input_ids=batch, labels=batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 if __name__ == "__main__":
@@ -53,7 +39,7 @@ if __name__ == "__main__":
     )  # fmt: skip
     torch.manual_seed(7 + RANK)
     step = torch.randint(0, 1024, (MBS, S))
-    trainer.fit(Module(), DataLoader([step[i % MBS] for i in range(alternate.num_batches)], batch_size=1))
+    trainer.fit(Qwen3Layers(L, lr=0.0), DataLoader([step[i % MBS] for i in range(alternate.num_batches)], batch_size=1))
     base = alternate.measured[MODES[0].name]
     for name, measured in alternate.measured.items():
         r = measured.report

@@ -20,27 +20,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ep import EPOverlapStrategy
-from lightning_ep.bench.shapes import qwen3_30b_a3b
 from lightning_ep.callbacks import ExpertLoad, LossParity, OverlapMetrics
 from lightning_ep.callbacks.step_clock import StepClock
-from tests.gpu.common import DEVICE, DEVICES, RANK, WORLD, say, start
+from tests.gpu.common import DEVICE, DEVICES, RANK, WORLD, Qwen3Layers, say, start
 
 L, S, MBS = (int(os.environ.get(k, d)) for k, d in (("L", 6), ("S", 2048), ("MBS", 6)))
 OUT = Path(os.environ.get("OUT", "runs/evidence"))
 STEPS, SETTLED = 14, 4
-
-
-class Module(pl.LightningModule):
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            with torch.device("meta"):
-                self.model = qwen3_30b_a3b(L)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.model(input_ids=batch, labels=batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class Clock(pl.Callback):
@@ -67,7 +53,7 @@ def fit(*callbacks: pl.Callback, overlap: bool = True) -> tuple[list[float], dic
         callbacks=[clock, *callbacks],
     )  # fmt: skip
     tokens = torch.randint(0, 1024, (STEPS * MBS, S), generator=torch.Generator().manual_seed(RANK))
-    trainer.fit(Module(), DataLoader(list(tokens), batch_size=1))
+    trainer.fit(Qwen3Layers(L, lr=1e-3), DataLoader(list(tokens), batch_size=1))
     return clock.seconds, {k: v.item() for k, v in trainer.callback_metrics.items()}
 
 

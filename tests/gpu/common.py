@@ -6,11 +6,13 @@ import os
 import time
 from collections.abc import Callable
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_ep.bench.shapes import qwen3_30b_a3b
 from lightning_ep.config import EPConfig
 from lightning_ep.dispatch.alltoall import GroupTransport
 from lightning_ep.experts.model import ParallelModel
@@ -25,6 +27,25 @@ if ONE_GPU:
 DEVICES = (
     {"accelerator": "cuda", "devices": 1, "num_nodes": WORLD} if ONE_GPU else {"accelerator": "cuda", "devices": WORLD}
 )
+
+
+class Qwen3Layers(pl.LightningModule):
+    """Some layers of Qwen3-30B-A3B as a language model, trained by plain SGD."""
+
+    def __init__(self, layers: int, lr: float) -> None:
+        super().__init__()
+        self.layers, self.lr = layers, lr
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            with torch.device("meta"):
+                self.model = qwen3_30b_a3b(self.layers)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def start() -> None:
