@@ -6,7 +6,12 @@
 kit=${1:?usage: . one_gpu.sh KIT_DIR}
 mkdir -p /tmp/kit/site /tmp/kit/nccl /tmp/mps /tmp/mps-log
 [ -f "$kit/comm/libnccl.so.2.gz" ] && gunzip -c "$kit/comm/libnccl.so.2.gz" > /tmp/kit/nccl/libnccl.so.2
-for wheel in "$kit"/*/*.whl; do python3 -m zipfile -e "$wheel" /tmp/kit/site; done
+for wheel in "$kit"/*/*.whl; do
+  # Both are the module deep_ep; `with_hybridep CMD...` chooses.
+  case $wheel in */hybridep/*) site=/tmp/kit/hybridep ;; *) site=/tmp/kit/site ;; esac
+  python3 -m zipfile -e "$wheel" "$site"
+done
+with_hybridep() { PYTHONPATH=/tmp/kit/hybridep:$PYTHONPATH "$@"; }
 nvshmem=$(python3 -c 'import site; print(site.getsitepackages()[0])')/nvidia/nvshmem/lib
 export LD_LIBRARY_PATH="$nvshmem:${LD_LIBRARY_PATH:-}" PYTHONPATH="/tmp/kit/site:$PWD:${PYTHONPATH:-}"
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}

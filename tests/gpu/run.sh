@@ -28,7 +28,7 @@ launch() { # launch RANKS SCRIPT...: one process runs without MPS, and may start
   shift
   sharing_gpu env -u CUDA_MPS_PIPE_DIRECTORY python3 "$@"
 }
-export -f launch on_one_gpu sharing_gpu
+export -f launch on_one_gpu sharing_gpu with_hybridep
 
 rows=() failed=0
 for check in "${checks[@]}"; do
@@ -37,7 +37,8 @@ for check in "${checks[@]}"; do
   elif [ ! -d "$kit/$part" ]; then rows+=("$name: not run, $kit/$part is not there"); continue; fi
   began=$SECONDS
   echo "=== $name"
-  timeout -s KILL "$seconds" bash -c '"$@"' _ launch "$ranks" tests/gpu/$script > "$logs/$name.log" 2>&1
+  with=; [ "$part" != hybridep ] || with=with_hybridep
+  timeout -s KILL "$seconds" bash -c '"$@"' _ $with launch "$ranks" tests/gpu/$script > "$logs/$name.log" 2>&1
   status=$?
   tail -n 25 "$logs/$name.log"
   [ $status -eq 0 ] || failed=1
