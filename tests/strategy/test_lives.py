@@ -85,7 +85,7 @@ def live(world_size: int, ep_size: int | None, options: dict[str, Any]) -> dict[
 def test_fits_failures_validation_test_and_prediction_in_turn(options: dict[str, Any]) -> None:
     expected = live(2, None, {})
     ranks = run_distributed(live, 2, 2, 2, options)
-    assert_trained_alike(ranks, expected)
+    assert_trained_alike(ranks, expected, rtol=5e-5)  # AdamW makes rounding larger; by CPU, 1e-5 and more
     for rank, actual in enumerate(ranks):
         for name in ("before", "logged", "validated", "tested"):
             assert actual[name] == pytest.approx(expected[name], rel=1e-5), name
