@@ -93,6 +93,7 @@ def there_and_back(folder: Path, out: Path, ep_size: int) -> dict[str, Any]:
 def cut_model(folder: Path, ep_size: int, **kwargs: Any) -> dict[str, Any]:
     """A rank's own parameters, and what was frozen before loading stays frozen."""
     mesh = build_mesh(ep_size, "cpu")
+    dist.barrier()  # a rank that fails below and leaves would meet another one still connecting
     with experts_will_be_cut():
         model = from_pretrained(folder, **kwargs)
     model.get_input_embeddings().requires_grad_(False)
