@@ -85,6 +85,7 @@ def _serve(pipe: Connection) -> None:
         if handshake := sys.modules.get("lightning_ep.guards.handshake"):
             # Whoever edits the package while tests run makes workers of different ages.
             handshake.code_digest = lambda: "any"
+        connected = False
         try:
             dist.init_process_group(
                 "gloo",
@@ -93,9 +94,12 @@ def _serve(pipe: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # a rank that is done at once and leaves would meet another one still connecting
+            connected = True
             answer = (True, fn(*args))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            # Without a group, torch's count of groups is no longer the other ranks'.
+            answer = (False, ("" if connected else f"{_LOST}: not connected\n") + traceback.format_exc())
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
