@@ -55,30 +55,6 @@ def test_1f1b_is_bit_identical(precision: str, delay: bool) -> None:
             assert torch.equal(parameter, other["params"][name]), name
 
 
-# -- multiprocessors: experts leave those of an exchange alone, and only while exchanges run beside them
-
-
-def _spared(options: dict) -> list[int | None]:
-    seen: list[int | None] = []
-    os.environ["NCCL_MAX_CTAS"] = "4"
-    own, gemm._set_sm_carveout = gemm._set_sm_carveout, seen.append
-    try:
-        _train("qwen3_moe", 2, options, 2, 1, "bf16-true")
-    finally:
-        gemm._set_sm_carveout = own
-        del os.environ["NCCL_MAX_CTAS"]
-    return seen
-
-
-@pytest.mark.parametrize("options", [OVERLAP, {"overlap_dispatch_backward_with_experts_wgrad": True}, {}])
-def test_experts_spare_the_multiprocessors_of_an_exchange(options: dict) -> None:
-    for seen in run_distributed(_spared, 2, options):
-        if not options:
-            assert not seen
-        else:  # set for each call alone
-            assert len(seen) >= 2 * 3 and seen == [4, None] * (len(seen) // 2)
-
-
 def _order() -> list[str]:
     seen: list[str] = []
 
@@ -107,6 +83,30 @@ def test_turns_pair_the_backward_with_the_next_forward() -> None:
             *("combine_bwd/0", "dispatch/1", "dispatch_bwd/0", "combine/1"),
             *("combine_bwd/1", "dispatch_bwd/1", "combine_bwd/0", "dispatch_bwd/0"),
         ]
+
+
+# -- multiprocessors: experts leave those of an exchange alone, and only while exchanges run beside them
+
+
+def _spared(options: dict) -> list[int | None]:
+    seen: list[int | None] = []
+    os.environ["NCCL_MAX_CTAS"] = "4"
+    own, gemm._set_sm_carveout = gemm._set_sm_carveout, seen.append
+    try:
+        _train("qwen3_moe", 2, options, 2, 1, "bf16-true")
+    finally:
+        gemm._set_sm_carveout = own
+        del os.environ["NCCL_MAX_CTAS"]
+    return seen
+
+
+@pytest.mark.parametrize("options", [OVERLAP, {"overlap_dispatch_backward_with_experts_wgrad": True}, {}])
+def test_experts_spare_the_multiprocessors_of_an_exchange(options: dict) -> None:
+    for seen in run_distributed(_spared, 2, options):
+        if not options:
+            assert not seen
+        else:  # set for each call alone
+            assert len(seen) >= 2 * 3 and seen == [4, None] * (len(seen) // 2)
 
 
 # -- hooks and windows
